@@ -1,0 +1,181 @@
+"""What a layer stores, as answers to the questions that planner and pool ask.
+
+A layer spec is a frozen value; equality is exact (same kind, all fields equal, unset differs from zero). Each kind is one
+file in `kinds/`. Planner and pool never ask which kind a spec is: they ask for its page, its blocks, its rules.
+
+    page_size_bytes           bytes of one block in one layer, padding included
+    max_request_blocks(L)     most blocks that one request may hold
+    table_row_blocks(L, n)    entries of a block-table row for n tokens
+    uniform_with(other)       may `other` share a block table with me, each layer keeping its own page?
+    merge(others)             one spec for all of us, or the reason why not
+"""
+
+import dataclasses
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+
+class Family(enum.Flag):
+    """Is-a relations that the planning rules speak of. A sliding-window MLA layer is SLIDING, not MLA."""
+
+    NONE = 0
+    ATTENTION = enum.auto()
+    FULL = enum.auto()
+    MLA = enum.auto()
+    SLIDING = enum.auto()
+    SLIDING_MLA = enum.auto()
+    CHUNKED = enum.auto()
+    CROSS = enum.auto()
+    STATE = enum.auto()
+    RING = enum.auto()
+    HISPARSE_HOT = enum.auto()
+    HISPARSE_RESIDENT = enum.auto()
+    HIDDEN = enum.auto()
+    TAIL = enum.auto()
+
+
+class StateCacheMode(enum.Enum):
+    """Which recurrent states stay cached: only the current one, one per aligned prefix, or one per block."""
+
+    NONE = "none"
+    ALIGN = "align"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The engine's limits that decide how many blocks one request may hold."""
+
+    max_model_len_tokens: int
+    max_in_flight_tokens: int  # tokens scheduled but not finished: batch tokens × concurrent batches
+    max_num_encoder_input_tokens: int = 0
+    decode_context_parallel_size: int = 1
+    state_cache_mode: StateCacheMode = StateCacheMode.NONE
+
+    def with_len(self, max_model_len_tokens: int) -> "Limits":
+        """The same limits at another length: how lengths are searched without changing anything."""
+        return dataclasses.replace(self, max_model_len_tokens=max_model_len_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Why specs do not merge into one."""
+
+    field: str  # of the spec
+    first: object
+    second: object
+    conflict: bool = False  # the request contradicts itself (two windows): not just "not the same", but never together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec(ABC):
+    """Base of all kinds."""
+
+    kind: ClassVar[str]  # the name of its arm in the wire's LayerSpec.kind
+    family: ClassVar[Family] = Family.NONE
+    planner_made: ClassVar[bool] = False  # exists in plans only, never in requests
+
+    block_size_tokens: int
+    dcp_sharded: bool = False  # tokens are spread over the decode-context-parallel ranks
+    block_stride_alignment_bytes: int | None = None  # the bytes of one block of all layers are a multiple of it
+
+    # --- bytes of a page -------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """Extent of the head axis of a page."""
+
+    @property
+    @abstractmethod
+    def num_states(self) -> int:
+        """Extent of the state axis of a page."""
+
+    @property
+    @abstractmethod
+    def content_size_bytes(self) -> int:
+        """Bytes of one state of one head."""
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of a page that hold something."""
+        return self.num_heads * self.num_states * self.content_size_bytes
+
+    @property
+    def padded_page_size_bytes(self) -> int | None:
+        """The padded size where padding is in force (asked for, or from an alignment)."""
+        return None
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        padded = self.padded_page_size_bytes
+        return self.unpadded_page_size_bytes if padded is None else padded
+
+    # --- blocks of a request ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def max_request_blocks(self, limits: Limits) -> int:
+        """Most blocks that one request of the longest length holds at once. Raises a typed refusal where undefined."""
+
+    def table_row_blocks(self, limits: Limits, num_tokens: int) -> int:
+        """Entries in a block-table row that serves `num_tokens`."""
+        return cdiv(num_tokens, self.block_size_tokens)
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Do its blocks take part in prefix hits?"""
+        return True
+
+    # --- sharing ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def uniform_with(self, other: "LayerSpec") -> bool:
+        """May `other` join a group whose first layer is mine? Not symmetric; block sizes are compared by the caller."""
+
+    def merge(self, others: "Sequence[LayerSpec]") -> "LayerSpec | Mismatch":
+        """One spec for me and `others`. The rule is that of the first spec: the order matters."""
+        for other in others:
+            if other is not self and other != self:
+                return first_mismatch(self, other)
+        return self
+
+    def scaled(self, factor: int) -> "LayerSpec":
+        """A copy with `factor` times the block, and the padding grown with it. Does not change a state's page."""
+        return dataclasses.replace(self, block_size_tokens=self.block_size_tokens * factor)
+
+    def padded_to(self, page_size_bytes: int) -> "LayerSpec | None":
+        """A copy whose page is padded to that size, block size unchanged; None where the kind cannot be padded."""
+        return None
+
+
+SpecT = TypeVar("SpecT", bound=LayerSpec)
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Ceiling division of integers."""
+    return -(-numerator // denominator)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return cdiv(value, multiple) * multiple
+
+
+def first_mismatch(first: LayerSpec, second: LayerSpec) -> Mismatch:
+    """Names the first field in which two unequal specs differ."""
+    if first.kind != second.kind:
+        return Mismatch(field="kind", first=first.kind, second=second.kind)
+    for field in dataclasses.fields(first):
+        mine, its = getattr(first, field.name), getattr(second, field.name)
+        if mine != its:
+            return Mismatch(field=field.name, first=mine, second=its)
+    raise AssertionError("the specs are equal")
+
+
+def merge_specs(specs: Sequence[LayerSpec]) -> LayerSpec | Mismatch:
+    """One spec for all of `specs` (at least one) by the rule of the first."""
+    return specs[0].merge(specs[1:])
