@@ -28,9 +28,17 @@ def proto_files() -> list[Path]:
 
 def generate(out: Path) -> None:
     """Write the stubs of every .proto under `out`, which must exist. Raises CalledProcessError if protoc refuses."""
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", f"--python_out={out}", f"--pyi_out={out}"]
-    command += [f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"]
-    command += [f"--plugin=protoc-gen-mypy_grpc={BIN / 'protoc-gen-mypy_grpc'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{PROTO}",
+        f"--python_out={out}",
+        f"--grpc_python_out={out}",
+    ]
+    # mypy-protobuf rather than protoc's own --pyi_out: literal field names in HasField and WhichOneof, typed maps.
+    for plugin in ("mypy", "mypy_grpc"):
+        command += [f"--plugin=protoc-gen-{plugin}={BIN / f'protoc-gen-{plugin}'}", f"--{plugin}_out=quiet:{out}"]
     subprocess.run([*command, *map(str, proto_files())], check=True)
 
 
