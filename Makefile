@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 RUN    := $(VENV)/.installed-run
 DEV    := $(VENV)/.installed-dev
-PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+PIP    := $(PY) -m pip install -qq --disable-pip-version-check
 SOURCES := server/kvhold_server client/kvhold_client tests tools bench
 
 IMAGE  ?= kvhold:dev
