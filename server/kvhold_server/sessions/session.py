@@ -1,0 +1,79 @@
+"""One client process's tenure on one pool: who it is, where it is in its life, and what it already did."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from kvhold_server.domain.ids import Epoch, PoolName, SessionId
+from kvhold_server.sessions.lease import SessionState
+from kvhold_server.sessions.step_log import StepLog
+
+StreamId = NewType("StreamId", int)  # counts the KeepAlive streams of one session
+NO_STREAM = StreamId(0)
+NO_SLOT = -1
+
+SHORT_ID_LENGTH = 8
+
+
+class EndCause(Enum):
+    """Why a session ended. The value is also the word in metrics and logs."""
+
+    CLOSED = "closed"  # by its client, every step complete: nothing can write to its blocks any more
+    CLOSED_EARLY = "closed_early"  # by its client, with steps still running: as if it had died
+    EXPIRED = "expired"  # its grace period ran out
+    KILLED = "killed"  # by the daemon: pool deleted, drain deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Fresh secrets for one open or resume, made by the shell (the core has no randomness)."""
+
+    session_id: SessionId  # used if a session is opened, not if one is resumed
+    resume_token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """Who wants a session."""
+
+    pool: PoolName
+    client_name: str = ""
+    tenant: str = "default"
+    request_id: str = ""  # empty: every call opens a new session
+    pid: int = 0  # a hint; 0: not said
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Mutable; only SessionTable changes what is not marked."""
+
+    session_id: SessionId = field(repr=False)
+    pool: PoolName
+    client_name: str
+    tenant: str
+    pid: int
+    opened_at_s: float
+    order: int  # of opening, for lists
+    state: SessionState = SessionState.GRACE
+    epoch: Epoch = Epoch(1)
+    steps: StepLog = field(default_factory=StepLog)  # the node's to use
+    slot: int = NO_SLOT  # the node's to set: the session's number inside its pool
+    stream: StreamId = NO_STREAM  # the newest one
+    heard_at_s: float  # last sign of life on the stream
+    stream_ended_at_s: float  # while not LIVE: since when it has been without a stream
+    end_cause: EndCause | None = None
+    must_reassert: bool = False  # restored after a restart: its client has not yet said what it holds
+    request_id: str = ""
+    token_digest: bytes = field(default=b"", repr=False)
+    previous_token_digest: bytes = field(default=b"", repr=False)  # good until the newest one is known to have arrived
+    fresh_token: str = field(default="", repr=False)  # kept only until the client uses the session: for a retried open
+
+    @property
+    def short_id(self) -> str:
+        """Enough to tell sessions apart in logs, too little to act for one."""
+        return short_id(self.session_id)
+
+
+def short_id(session_id: str) -> str:
+    """First characters of a session id."""
+    return session_id[:SHORT_ID_LENGTH]
