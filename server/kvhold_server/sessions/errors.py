@@ -26,7 +26,7 @@ class SessionFenced(PreconditionFailed):
 
 @dataclass(eq=False)
 class ResumeRefused(PreconditionFailed):
-    """The resume token opens no session that could be resumed. Open a new one; the blocks are not the caller's any more."""
+    """The token resumes nothing. Open a new session; what the old one held is not the caller's any more."""
 
     template = "the session cannot be resumed: {why}"
     why: str
@@ -64,3 +64,12 @@ class TooManySessions(Exhausted):
     scope: str  # "all tenants", or "tenant red"
     num_sessions: int
     max_sessions: int
+
+
+@dataclass(eq=False)
+class TooManyWatches(Exhausted):
+    """The bound on processes that map pools is reached."""
+
+    template = "{num_watches} processes map pools, the bound is {max_watches}"
+    num_watches: int
+    max_watches: int

@@ -12,8 +12,8 @@
       (its provisional    (workers may        (its blocks go
        hashes go)          still run)          back, in slices)
 
-A session is in GRACE from its opening until its first KeepAlive stream: a client that dies between the two is noticed like
-any other. The last four are one state on the wire (QUARANTINED), and nothing leads back from them.
+A session is in GRACE from its opening until its first KeepAlive stream: a client that dies between the two is noticed
+like any other. The last four are one state on the wire (QUARANTINED), and nothing leads back from them.
 """
 
 from dataclasses import dataclass
@@ -76,3 +76,7 @@ class LeaseTerms:
     lease_ttl_s: float = 10.0  # a stream that is silent for longer counts as broken
     grace_s: float = 5.0  # how long a session without a stream may be resumed
     unproven_grace_s: float = 5.0  # from the end of the stream: when processes that nobody watches count as gone
+    max_tick_s: float = 1.0  # a longer gap between two `expire` calls means that the daemon slept: it counts for nobody
+
+
+TICK_S: Final = 0.25  # how often the shell should call `expire`

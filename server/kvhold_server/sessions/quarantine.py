@@ -1,11 +1,11 @@
 """When may the blocks of a dead session be given to others? A pure function of facts that are brought in from outside.
 
-A scheduler's death says nothing about its workers: their kernels may write for seconds more (R17). Each process that could
-write is one *witness*, and there are three things that the daemon can know about it:
+A scheduler's death says nothing about its workers: their kernels may write for seconds more (R17). Each process that
+could write is one *witness*, and there are three things that the daemon can know about it:
 
-    GONE        its pidfd fired, or the connection that its mapping hangs on closed        → does not delay
-    RUNNING     it is watched, and neither has happened                                    → delays without bound
-    UNWATCHED   it took the memory by name: nobody tells us when it ends                   → delays until stream end + grace
+    GONE        its pidfd fired, or the connection that its mapping hangs on closed    → does not delay
+    RUNNING     it is watched, and neither has happened                                → delays without bound
+    UNWATCHED   it took the memory by name: nobody tells us when it ends               → delays until stream end + grace
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from enum import Enum
 from typing import Final
 
 from kvhold_server.sessions.lease import LeaseTerms
+
+MAX_REASONS = 8  # named in a text; the rest is counted
 
 
 class Evidence(Enum):
@@ -67,4 +69,25 @@ class Verdict:
 
 def judge(facts: DeathFacts, terms: LeaseTerms, now_s: float) -> Verdict:
     """Decides on a dead session's blocks. Pure."""
-    raise NotImplementedError
+    if facts.ended_in_order:
+        return Verdict(may_release=True)
+    waits = [(witness, WAIT_FOR[witness.evidence]) for witness in facts.witnesses]
+    unproven = [witness for witness, wait in waits if wait is Wait.UNTIL_PROVEN]
+    grace_ends_at_s = facts.stream_ended_at_s + terms.unproven_grace_s
+    counting = [witness for witness, wait in waits if wait is Wait.UNTIL_GRACE_ENDS] if now_s < grace_ends_at_s else []
+    if not unproven and not counting:
+        return Verdict(may_release=True)
+    reasons = [f"{_name(witness)} still runs" for witness in unproven]
+    reasons += [f"{_name(witness)} is not watched, {grace_ends_at_s - now_s:.1f} s to go" for witness in counting]
+    return Verdict(may_release=False, reason=_join(reasons), retry_at_s=None if unproven else grace_ends_at_s)
+
+
+def _name(witness: Witness) -> str:
+    return f"{witness.what} (pid {witness.pid})" if witness.pid else witness.what
+
+
+def _join(reasons: list[str]) -> str:
+    shown = reasons[:MAX_REASONS]
+    if len(reasons) > MAX_REASONS:
+        shown.append(f"and {len(reasons) - MAX_REASONS} more")
+    return "; ".join(shown)

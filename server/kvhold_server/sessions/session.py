@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from kvhold_server.domain.errors import InvalidField
 from kvhold_server.domain.ids import Epoch, PoolName, SessionId
 from kvhold_server.sessions.lease import SessionState
 from kvhold_server.sessions.step_log import StepLog
@@ -11,8 +12,14 @@ from kvhold_server.sessions.step_log import StepLog
 StreamId = NewType("StreamId", int)  # counts the KeepAlive streams of one session
 NO_STREAM = StreamId(0)
 NO_SLOT = -1
+FIRST_EPOCH = Epoch(1)
 
 SHORT_ID_LENGTH = 8
+MAX_CLIENT_NAME_LENGTH = 128
+MAX_TENANT_LENGTH = 64
+MAX_REQUEST_ID_LENGTH = 64
+
+RequestKey = tuple[PoolName, str, str, str]
 
 
 class EndCause(Enum):
@@ -42,31 +49,51 @@ class OpenRequest:
     request_id: str = ""  # empty: every call opens a new session
     pid: int = 0  # a hint; 0: not said
 
+    @property
+    def key(self) -> RequestKey:
+        """Equal for an open and its retry."""
+        return self.pool, self.tenant, self.client_name, self.request_id
+
+    def check(self) -> None:
+        """Raises InvalidField."""
+        bounds = (
+            ("client_name", self.client_name, 0, MAX_CLIENT_NAME_LENGTH),
+            ("tenant", self.tenant, 1, MAX_TENANT_LENGTH),
+            ("request_id", self.request_id, 0, MAX_REQUEST_ID_LENGTH),
+        )
+        for name, value, low, high in bounds:
+            if not low <= len(value) <= high:
+                raise InvalidField(name, value[:high], f"must have {low}..{high} characters")
+        if not 0 <= self.pid < 2**31:
+            raise InvalidField("pid", self.pid, "must be 0..2147483647")
+
 
 @dataclass(slots=True, kw_only=True)
 class Session:
     """Mutable; only SessionTable changes what is not marked."""
 
     session_id: SessionId = field(repr=False)
-    pool: PoolName
-    client_name: str
-    tenant: str
-    pid: int
+    request: OpenRequest
     opened_at_s: float
     order: int  # of opening, for lists
     state: SessionState = SessionState.GRACE
-    epoch: Epoch = Epoch(1)
+    epoch: Epoch = FIRST_EPOCH
     steps: StepLog = field(default_factory=StepLog)  # the node's to use
     slot: int = NO_SLOT  # the node's to set: the session's number inside its pool
     stream: StreamId = NO_STREAM  # the newest one
     heard_at_s: float  # last sign of life on the stream
     stream_ended_at_s: float  # while not LIVE: since when it has been without a stream
+    ended_at_s: float = 0.0  # once dead
     end_cause: EndCause | None = None
     must_reassert: bool = False  # restored after a restart: its client has not yet said what it holds
-    request_id: str = ""
     token_digest: bytes = field(default=b"", repr=False)
     previous_token_digest: bytes = field(default=b"", repr=False)  # good until the newest one is known to have arrived
     fresh_token: str = field(default="", repr=False)  # kept only until the client uses the session: for a retried open
+
+    @property
+    def pool(self) -> PoolName:
+        """The pool it works on."""
+        return self.request.pool
 
     @property
     def short_id(self) -> str:

@@ -1,23 +1,24 @@
 """Which processes map which pool, for which session, and which of them are proven gone.
 
-The shell reports what it sees (an export by name, a connection of the fd channel, a pidfd that fired); nothing here asks
-the system. Read-only mappings are not watched: they cannot write.
+The shell reports what it sees (an export by name, a connection of the fd channel, a pidfd that fired); nothing here
+asks the system. Read-only mappings are not reported: they cannot write.
 
-    export by name            ─▶ UNWATCHED ┐
-    fd channel connects (pid) ─▶ RUNNING   ├─ gone(watch) ─▶ forgotten, and sessions that waited for it are asked again
-                                           ┘
-A worker may come before its scheduler has a session (R16). Until it names one (`bind`), it is a witness of every session of
-the pool that died after it came: it might have been that one's.
+    export by name            ─▶ UNWATCHED ─┐
+    fd channel connects (pid) ─▶ RUNNING    ├─ gone(watch) ─▶ no longer delays the sessions that it was a witness of
+    client proves its pid     ─▶ RUNNING   ─┘
+A worker may come before its scheduler has a session (R16). Until it names one (`bind`), it is a witness of every
+session of the pool that died after it came: it might have been that one's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
 from kvhold_server.domain.ids import PoolName, SessionId
-from kvhold_server.sessions.quarantine import Witness
+from kvhold_server.sessions.errors import TooManyWatches
+from kvhold_server.sessions.quarantine import Evidence, Witness
 
 WatchId = NewType("WatchId", int)
-CLIENT_RANK = -1  # a watch on the client process itself, which maps nothing
+CLIENT_RANK = -1  # a watch on the client process itself, which maps nothing by that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,43 +33,116 @@ class Watch:
     is_watched: bool  # the shell will report its end
     since_s: float
 
+    def witness(self) -> Witness:
+        """What it testifies while it is not gone."""
+        what = "client" if self.rank == CLIENT_RANK else f"worker of rank {self.rank}"
+        if self.session_id is None:
+            what += " that named no session"
+        return Witness(what=what, pid=self.pid, evidence=Evidence.RUNNING if self.is_watched else Evidence.UNWATCHED)
+
 
 class WorkerWatch:
-    """Mutable; O(watches of the pool) per question. Bounded by `max_watches`."""
+    """Mutable; a question costs O(watches of that session + watches of that pool that named none)."""
 
     def __init__(self, *, max_watches: int = 65_536) -> None:
-        raise NotImplementedError
+        self._max_watches = max_watches
+        self._next_id = 1
+        self._watches: dict[WatchId, Watch] = {}
+        self._groups: dict[tuple[PoolName, SessionId | None], set[WatchId]] = {}
+        self._gone_clients: dict[SessionId, int] = {}  # session → pid of its client, proven gone
 
     def add(
         self, *, pool: PoolName, rank: int, session_id: SessionId | None, pid: int, is_watched: bool, now_s: float
     ) -> Watch:
-        """A process got the memory, or (CLIENT_RANK) proved to be a session's client. Raises TooManyWatches."""
-        raise NotImplementedError
+        """A process got the memory, or (CLIENT_RANK) proved to be a session's client. Raises TooManyWatches.
+
+        Unwatched processes that look alike are one watch: nothing can tell them apart.
+        """
+        if not is_watched:
+            for watch_id in self._groups.get((pool, session_id), ()):
+                known = self._watches[watch_id]
+                if (known.rank, known.pid, known.is_watched) == (rank, pid, False):
+                    return known
+        if len(self._watches) >= self._max_watches:
+            raise TooManyWatches(len(self._watches), self._max_watches)
+        watch = Watch(
+            id=WatchId(self._next_id),
+            pool=pool,
+            rank=rank,
+            session_id=session_id,
+            pid=pid,
+            is_watched=is_watched,
+            since_s=now_s,
+        )
+        self._next_id += 1
+        self._insert(watch)
+        return watch
 
     def bind(self, watch_id: WatchId, session_id: SessionId) -> None:
         """A worker says whose it is. Unknown watches are ignored: it is gone."""
-        raise NotImplementedError
+        watch = self._watches.get(watch_id)
+        if watch is not None:
+            self._remove(watch)
+            self._insert(replace(watch, session_id=session_id))
 
     def gone(self, watch_id: WatchId) -> None:
         """Its process ended or its connection closed. Repeating is harmless."""
-        raise NotImplementedError
+        watch = self._watches.get(watch_id)
+        if watch is None:
+            return
+        self._remove(watch)
+        if watch.rank == CLIENT_RANK and watch.session_id is not None:
+            self._gone_clients[watch.session_id] = watch.pid
 
-    def forget_unwatched(self, session_id: SessionId) -> None:
-        """The session is settled: drops the watches that nobody will report on."""
-        raise NotImplementedError
+    def forget_session(self, pool: PoolName, session_id: SessionId) -> None:
+        """The session is settled. Its workers that still run stay counted as mappings of the pool, as nobody's."""
+        self._gone_clients.pop(session_id, None)
+        for watch_id in list(self._groups.get((pool, session_id), ())):
+            watch = self._watches[watch_id]
+            if not watch.is_watched or watch.rank == CLIENT_RANK:
+                self._remove(watch)
 
     def drop_pool(self, pool: PoolName) -> None:
         """The pool is deleted."""
-        raise NotImplementedError
+        for watch in [watch for watch in self._watches.values() if watch.pool == pool]:
+            self._remove(watch)
 
     def witnesses(self, pool: PoolName, session_id: SessionId, died_at_s: float) -> tuple[Witness, ...]:
-        """Who could still write to this session's blocks."""
-        raise NotImplementedError
+        """Who could still write to this session's blocks, its client first."""
+        own = [self._watches[watch_id] for watch_id in sorted(self._groups.get((pool, session_id), ()))]
+        unbound = [self._watches[watch_id] for watch_id in sorted(self._groups.get((pool, None), ()))]
+        found = [watch.witness() for watch in own]
+        found += [watch.witness() for watch in unbound if watch.since_s <= died_at_s]
+        if session_id in self._gone_clients:
+            found.insert(0, Witness(what="client", pid=self._gone_clients[session_id], evidence=Evidence.GONE))
+        elif not any(watch.rank == CLIENT_RANK for watch in own):
+            found.insert(0, Witness(what="client", pid=0, evidence=Evidence.UNWATCHED))
+        return tuple(found)
 
     def num_mappings(self, pool: PoolName) -> int:
-        """Processes that map the pool, as far as is known (for DeletePool's refusal)."""
-        raise NotImplementedError
+        """Processes that are known to map the pool now (for DeletePool's refusal). O(watches)."""
+        return sum(
+            watch.pool == pool and watch.is_watched and watch.rank != CLIENT_RANK for watch in self._watches.values()
+        )
 
     def check_invariants(self) -> None:
-        """Asserts that the index by pool and the table agree."""
-        raise NotImplementedError
+        """Asserts that the groups partition the table."""
+        grouped = [watch_id for group in self._groups.values() for watch_id in group]
+        assert sorted(grouped) == sorted(self._watches)
+        assert len(self._watches) <= self._max_watches
+        assert all(self._groups.values()), "no empty group is kept"
+        for (pool, session_id), group in self._groups.items():
+            for watch_id in group:
+                watch = self._watches[watch_id]
+                assert (watch.pool, watch.session_id) == (pool, session_id)
+
+    def _insert(self, watch: Watch) -> None:
+        self._watches[watch.id] = watch
+        self._groups.setdefault((watch.pool, watch.session_id), set()).add(watch.id)
+
+    def _remove(self, watch: Watch) -> None:
+        del self._watches[watch.id]
+        group = self._groups[watch.pool, watch.session_id]
+        group.discard(watch.id)
+        if not group:
+            del self._groups[watch.pool, watch.session_id]
