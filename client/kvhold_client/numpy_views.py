@@ -31,14 +31,15 @@ class NumpyViews:
         except ImportError:
             raise LibraryMissing("numpy", "kvhold[cli]") from None
         self._numpy = numpy
-        self._buffer = buffer
+        # Arrays over a plain buffer would not keep the mapping open; arrays over this array do.
+        self._bytes = numpy.frombuffer(buffer, dtype=numpy.uint8)
 
     def view(self, view: StridedView) -> Any:
         """The array: shares memory, copies nothing."""
         return self._numpy.ndarray(
             view.shape,
             dtype=NUMPY_DTYPES[view.dtype],
-            buffer=self._buffer,
+            buffer=self._bytes,
             offset=view.offset_bytes,
             strides=view.strides_bytes,
         )
@@ -53,4 +54,4 @@ class NumpyViews:
 
     def close(self) -> None:
         """Lets go of the buffer."""
-        self._buffer = memoryview(b"")
+        self._bytes = self._numpy.empty(0, dtype=self._numpy.uint8)
