@@ -1,0 +1,277 @@
+"""The same client for asyncio: AsyncClient, AsyncPool, AsyncSession. `client.py` and `session.py` say what they mean.
+
+async with AsyncClient() as client:
+    pool = await client.open_pool(request)
+    async with await pool.open_session() as session:
+        session.begin_step()
+        …
+        outcome = await session.flush(token_budget=8192)
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from kvhold.v1 import (
+    block_pb2,
+    block_pb2_grpc,
+    plan_pb2,
+    plan_pb2_grpc,
+    pool_pb2,
+    pool_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
+from kvhold_client.calls import CallSettings, typed_error
+from kvhold_client.codec import decode_capabilities, decode_plan, decode_session_info
+from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unreachable
+from kvhold_client.plan import Plan
+from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
+from kvhold_client.results import Capabilities, SessionInfo, StepReply
+from kvhold_client.sequence_table import SequenceTable, StepOutcome
+from kvhold_client.session import MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
+from kvhold_client.session_core import Credentials, SessionCore
+from kvhold_client.step import decode_step
+from kvhold_client.target import channel_options, default_target, normal_target
+
+Answer = TypeVar("Answer")
+
+
+async def _call(method: Callable[..., Awaitable[Answer]], request: Any, settings: CallSettings) -> Answer:
+    """Raises KvholdError for everything that goes wrong on the way or there."""
+    try:
+        return await method(request, timeout=settings.timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise typed_error(error, settings.target) from None
+
+
+class AsyncClient:
+    """One connection to one daemon, for one event loop."""
+
+    def __init__(self, target: str | None = None, *, timeout_s: float = 30.0) -> None:
+        self.target = default_target() if target is None else normal_target(target)
+        self._settings = CallSettings(target=self.target, timeout_s=timeout_s)
+        self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+
+    async def capabilities(self) -> Capabilities:
+        """What the daemon can do, and its bounds."""
+        stub = plan_pb2_grpc.PlanServiceStub(self._channel)
+        request = plan_pb2.GetCapabilitiesRequest()
+        return decode_capabilities(await _call(stub.GetCapabilities, request, self._settings))
+
+    async def plan(self, request: plan_pb2.PlanRequest) -> Plan:
+        """Plans without allocating anything."""
+        stub = plan_pb2_grpc.PlanServiceStub(self._channel)
+        return decode_plan((await _call(stub.Plan, request, self._settings)).plan)
+
+    async def open_pool(self, request: PoolRequest) -> "AsyncPool":
+        """Makes the pool or attaches to it."""
+        stub = pool_pb2_grpc.PoolServiceStub(self._channel)
+        response = await _call(stub.OpenPool, request.message(), self._settings)
+        return AsyncPool(self, decode_pool(response.pool, response.outcome, response.recovery))
+
+    async def get_pool(self, name: str) -> "AsyncPool":
+        """Attaches to a pool that somebody opened. Raises PoolNotFound."""
+        stub = pool_pb2_grpc.PoolServiceStub(self._channel)
+        response = await _call(stub.GetPool, pool_pb2.GetPoolRequest(name=name), self._settings)
+        return AsyncPool(self, decode_pool(response.pool))
+
+    async def list_sessions(self, pool: str = "") -> list[SessionInfo]:
+        """Sessions of a pool, or of all."""
+        stub = session_pb2_grpc.SessionServiceStub(self._channel)
+        response = await _call(stub.ListSessions, session_pb2.ListSessionsRequest(pool=pool), self._settings)
+        return [decode_session_info(session) for session in response.sessions]
+
+    async def close(self) -> None:
+        """Closes the connection; sessions first."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncPool:
+    """An open pool."""
+
+    def __init__(self, client: AsyncClient, info: PoolInfo) -> None:
+        self.info = info
+        self._client = client
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+    async def open_session(
+        self,
+        *,
+        client_name: str = "",
+        tenant: str = "",
+        on_lost: Callable[[list[int]], None] | None = None,
+    ) -> "AsyncSession":
+        """Opens a session and keeps it alive in a background task."""
+        core = SessionCore(
+            pool=self.name,
+            client_name=client_name or f"pid-{os.getpid()}",
+            tenant=tenant,
+            request_id=uuid.uuid4().hex,
+            pid=os.getpid(),
+        )
+        session = AsyncSession(self._client, core, self.info, on_lost)
+        await session._open()
+        return session
+
+
+class AsyncSession:
+    """A session for one event loop; steps are sent one after the other."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        core: SessionCore,
+        info: PoolInfo,
+        on_lost: Callable[[list[int]], None] | None,
+    ) -> None:
+        self.shape = info.shape
+        self.table = SequenceTable(info.shape)
+        self.draining = False
+        self._core = core
+        self._settings = client._settings
+        self._on_lost = on_lost
+        self._blocks = block_pb2_grpc.BlockServiceStub(client._channel)
+        self._sessions = session_pb2_grpc.SessionServiceStub(client._channel)
+        self._lock = asyncio.Lock()
+        self._dead: KvholdError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def _open(self) -> None:
+        self._core.opened(await _call(self._sessions.OpenSession, self._core.open_request(), self._settings))
+        self._task = asyncio.create_task(self._keep_alive(), name="kvhold-keepalive")
+
+    @property
+    def session_id(self) -> str:
+        """Secret."""
+        return self._core.current.session_id
+
+    @property
+    def epoch(self) -> int:
+        """Grows with each resume."""
+        return self._core.current.epoch
+
+    def begin_step(self, completed_step: int | None = None) -> int:
+        """As Session.begin_step."""
+        step = self._core.begin_step(completed_step)
+        self.table.begin_step(step, self._core.completed_step)
+        return step
+
+    async def step(self, request: block_pb2.StepRequest) -> StepReply:
+        """As Session.step: exactly once."""
+        self._core.number(request)
+        while True:
+            if self._dead is not None:
+                raise self._dead
+            used = self._core.stamp(request)
+            try:
+                return decode_step(await _call(self._blocks.Step, request, self._settings))
+            except KvholdError as error:
+                if not self._core.may_recover(error, used):
+                    raise self._died(error) if error.is_fatal else error from None
+                await self._resume(used)
+
+    async def flush(self, *, token_budget: int = 0, force: bool = False) -> StepOutcome:
+        """The table's queue: planned, sent, applied."""
+        request = self.table.plan_step(token_budget=token_budget, force=force)
+        return StepOutcome() if request is None else self.table.apply(await self.step(request))
+
+    async def idle(self) -> None:
+        """As Session.idle."""
+        self.begin_step()
+        await self.flush(force=True)
+
+    def _died(self, error: KvholdError) -> KvholdError:
+        self._dead = self._dead or error
+        return self._dead
+
+    async def _resume(self, used: Credentials) -> None:
+        async with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if self._core.current is not used:
+                return
+            deadline = time.monotonic() + max(used.grace_period_s, 1.0)
+            pause = RETRY_PAUSE_S
+            while True:
+                try:
+                    request = self._core.resume_request(self.table.held_sequences())
+                    took = self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
+                    break
+                except KvholdError as error:
+                    if isinstance(error, ResumeRefused | SessionFenced):
+                        raise self._died(error) from None
+                    if time.monotonic() + pause > deadline:
+                        text = f"the session could not be resumed within {used.grace_period_s:g} s: {error}"
+                        raise Unreachable(text) from error
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, MAX_RETRY_PAUSE_S)
+            lost = self.table.lose(took.lost_sequence_ids) if took.daemon_restarted else []
+            if lost and self._on_lost is not None:
+                self._on_lost([sequence.sequence_id for sequence in lost])
+
+    async def _beats(self, used: Credentials) -> AsyncIterator[session_pb2.KeepAliveRequest]:
+        beat = session_pb2.KeepAliveRequest(session_id=used.session_id, epoch=used.epoch)
+        while self._core.credentials is used:
+            yield beat
+            await asyncio.sleep(used.lease_ttl_s / 3)
+
+    async def _keep_alive(self) -> None:
+        """Body of the background task: one stream per set of credentials."""
+        while (used := self._core.credentials) is not None and self._dead is None:
+            try:
+                async for answer in self._sessions.KeepAlive(self._beats(used)):
+                    self.draining = answer.draining
+            except grpc.aio.AioRpcError:
+                pass  # whatever broke it, resuming finds out what it means
+            try:
+                if self._core.credentials is used:
+                    await self._resume(used)
+            except KvholdError as error:
+                if error.is_fatal:
+                    return
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def close(self) -> None:
+        """Ends the session in order. Idempotent."""
+        used, self._core.credentials = self._core.credentials, None
+        if used is None:
+            return
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        request = session_pb2.CloseSessionRequest(
+            session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_step
+        )
+        try:
+            if self._dead is None:
+                await _call(self._sessions.CloseSession, request, self._settings)
+        except (Unreachable, SessionFenced):
+            pass  # it is gone, or goes by itself
+
+    async def __aenter__(self) -> "AsyncSession":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,226 @@
+"""A session: one scheduler process's tenure on one pool. Blocking; `aio.py` has the same for asyncio.
+
+    step(request) ─▶ number (step, part) ─▶ rpc ─▶ answer
+                                       ▲     │ no answer / restarted
+                                       └─ resume ◀── also when the keep-alive stream breaks
+
+A background thread keeps the session alive. When the connection breaks, whoever notices first resumes the session
+inside its grace period, and requests under way are sent again with the same (step, part): nothing is applied twice.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
+from kvhold_client.calls import CallSettings, call
+from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unreachable
+from kvhold_client.results import StepReply
+from kvhold_client.sequence_table import SequenceTable
+from kvhold_client.session_core import Credentials, Resumption, SessionCore
+from kvhold_client.shape import PoolShape
+from kvhold_client.step import StepBuilder, decode_step
+
+RETRY_PAUSE_S = 0.05
+MAX_RETRY_PAUSE_S = 1.0
+
+
+class Session:
+    """Made by `Pool.open_session`. Also a context manager, which closes it. One thread steps; any may read."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        core: SessionCore,
+        shape: PoolShape,
+        settings: CallSettings,
+        on_lost: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.table = SequenceTable(shape, send=self.step)
+        self.draining = False
+        self._channel = channel
+        self._core = core
+        self._settings = settings
+        self._on_lost = on_lost
+        self._blocks = block_pb2_grpc.BlockServiceStub(channel)
+        self._sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self._lock = threading.RLock()  # guards credentials and resuming
+        self._dead: KvholdError | None = None
+        self._closing = threading.Event()
+        self._stream: Any = None
+        core.opened(call(self._sessions.OpenSession, core.open_request(), settings))
+        self._thread = threading.Thread(target=self._keep_alive, name="kvhold-keepalive", daemon=True)
+        self._thread.start()
+
+    # --------------------------------------------------------------------------------------------------- identity
+    @property
+    def session_id(self) -> str:
+        """Secret: it names the session in requests. `short_id` is for people."""
+        return self._core.current.session_id
+
+    @property
+    def short_id(self) -> str:
+        """As `kvhold sessions` shows it."""
+        return self._core.current.session_id[:8]
+
+    @property
+    def epoch(self) -> int:
+        """Grows with each resume."""
+        return self._core.current.epoch
+
+    @property
+    def grace_period_s(self) -> float:
+        """How long the daemon keeps this session for resuming after a break."""
+        return self._core.current.grace_period_s
+
+    @property
+    def pool_name(self) -> str:
+        """The pool it works on."""
+        return self._core.pool
+
+    # ------------------------------------------------------------------------------------------------------ steps
+    def begin_step(self, completed_step: int | None = None) -> int:
+        """Starts a scheduler step and returns its number.
+
+        `completed_step`: the last step of which every kernel that writes cache has finished on all ranks. None: all
+        earlier ones, for engines that run one step at a time.
+        """
+        step = self._core.begin_step(completed_step)
+        self.table.begin_step(step, self._core.completed_step)
+        return step
+
+    def builder(self) -> StepBuilder:
+        """For callers that keep no table: fill it, then `session.step(builder.encode())`."""
+        return StepBuilder(self.shape.hash_size_bytes)
+
+    def step(self, request: block_pb2.StepRequest) -> StepReply:
+        """Sends one request as the next part of the current step and returns its answer, exactly once through breaks.
+
+        Raises SessionFenced or ResumeRefused (fatal: stop using everything held), InvalidRequest (nothing applied),
+        Unreachable when the daemon stays away longer than the grace period.
+        """
+        self._core.number(request)
+        while True:
+            if self._dead is not None:
+                raise self._dead
+            with self._lock:
+                used = self._core.stamp(request)
+            try:
+                return decode_step(call(self._blocks.Step, request, self._settings))
+            except KvholdError as error:
+                if not self._core.may_recover(error, used):
+                    raise self._died(error) if error.is_fatal else error from None
+                self._resume(used)
+
+    def idle(self) -> None:
+        """Says what is still unsaid before a pause (R8): frees, and steps that are complete meanwhile."""
+        self.begin_step()
+        self.table.flush(force=True)
+
+    # ------------------------------------------------------------------------------------------- staying connected
+    def _died(self, error: KvholdError) -> KvholdError:
+        self._dead = self._dead or error
+        self._closing.set()
+        return self._dead
+
+    def _resume(self, used: Credentials) -> None:
+        """Resumes, unless somebody did since `used`. Raises what ended the session."""
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if self._core.current is not used:
+                return
+            deadline = time.monotonic() + max(used.grace_period_s, 1.0)
+            pause = RETRY_PAUSE_S
+            while True:
+                try:
+                    request = self._core.resume_request(self.table.held_sequences())
+                    self._took(self._core.opened(call(self._sessions.OpenSession, request, self._settings)))
+                    return
+                except KvholdError as error:
+                    if isinstance(error, ResumeRefused | SessionFenced):
+                        raise self._died(error) from None
+                    if self._closing.is_set() or time.monotonic() + pause > deadline:
+                        raise Unreachable(
+                            f"the session could not be resumed within {used.grace_period_s:g} s: {error}"
+                        ) from error
+                self._closing.wait(pause)
+                pause = min(pause * 2, MAX_RETRY_PAUSE_S)
+
+    def _took(self, resumption: Resumption) -> None:
+        if resumption.daemon_restarted:
+            lost = self.table.lose(resumption.lost_sequence_ids)
+            if lost and self._on_lost is not None:
+                self._on_lost([sequence.sequence_id for sequence in lost])
+
+    def _beats(self, used: Credentials) -> Iterator[session_pb2.KeepAliveRequest]:
+        beat = session_pb2.KeepAliveRequest(session_id=used.session_id, epoch=used.epoch)
+        while not self._closing.is_set() and self._core.credentials is used:
+            yield beat
+            self._closing.wait(used.lease_ttl_s / 3)
+
+    def _keep_alive(self) -> None:
+        """Body of the background thread: one stream per set of credentials."""
+        while not self._closing.is_set():
+            used = self._core.credentials
+            if used is None:
+                return
+            try:
+                self._listen(used)
+            except (KvholdError, grpc.RpcError):
+                if self._closing.is_set():
+                    return
+            try:
+                self._resume(used)
+            except KvholdError as error:
+                if error.is_fatal:
+                    return
+                self._closing.wait(RETRY_PAUSE_S)
+
+    def _listen(self, used: Credentials) -> None:
+        self._stream = self._sessions.KeepAlive(self._beats(used))
+        for answer in self._stream:
+            self.draining = answer.draining
+
+    # ----------------------------------------------------------------------------------------------------- the end
+    def close(self) -> None:
+        """Ends the session in order: what it holds is released, what it completed stays cached. Idempotent."""
+        with self._lock:
+            if self._core.credentials is None:
+                return
+            used, self._core.credentials = self._core.credentials, None
+        self._closing.set()
+        try:
+            if self._dead is None:
+                request = session_pb2.CloseSessionRequest(
+                    session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_step
+                )
+                call(self._sessions.CloseSession, request, self._settings)
+        except (Unreachable, SessionFenced):
+            pass  # it is gone, or goes by itself
+        finally:
+            if self._stream is not None:
+                self._stream.cancel()
+            self._thread.join(timeout=2.0)
+
+    def abandon(self) -> None:
+        """Drops the connection without a word, as a crash would: the daemon's grace period begins. For tests."""
+        self._closing.set()
+        if self._stream is not None:
+            self._stream.cancel()
+        self._thread.join(timeout=2.0)
+        with self._lock:
+            self._core.credentials = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

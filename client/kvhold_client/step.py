@@ -1,0 +1,192 @@
+"""Builds one Step message out of columns, and reads its answer back into columns. The hot path of the client.
+
+Items are appended to plain lists; `encode` moves each list into the message with one call, so nothing is created per
+item. One builder is reused from step to step. An optional column stays out of the message until some item needs it:
+
+    extend(7, slots=33)                     sequence_ids [7]     slots_needed [33]      num_lookahead_tokens (absent)
+    extend(9, slots=18, num_lookahead=2)    sequence_ids [7, 9]  slots_needed [33, 18]  num_lookahead_tokens [0, 2]
+"""
+
+from typing import Any
+
+from kvhold.v1 import block_pb2 as pb
+from kvhold_client.results import BlockCopy, PoolCounts, StepReply
+
+# What an absent entry of an optional column means, where it is not 0 or false.
+_DEFAULTS = {"expect_hit_tokens": -1}
+
+
+def _default(name: str, value: Any) -> Any:
+    return _DEFAULTS.get(name, type(value)())
+
+
+class Columns:
+    """Parallel lists of one kind of item. `names` of required columns always have an entry per item."""
+
+    __slots__ = ("hash_parts", "num_items", "optional", "required")
+
+    def __init__(self, *required: str) -> None:
+        self.required: dict[str, list[Any]] = {name: [] for name in required}
+        self.optional: dict[str, list[Any]] = {}
+        self.hash_parts: list[bytes | bytearray] = []
+        self.num_items = 0
+
+    def append(self, values: tuple[Any, ...], hashes: bytes | bytearray, options: dict[str, Any]) -> None:
+        """Adds an item: one value for each required column, in order; absent options keep the wire's default."""
+        for column, value in zip(self.required.values(), values, strict=True):
+            column.append(value)
+        if hashes:
+            self.hash_parts.append(hashes)
+        for name, value in options.items():
+            column = self.optional.setdefault(name, [])
+            column.extend([_default(name, value)] * (self.num_items - len(column)))
+            column.append(value)
+        self.num_items += 1
+
+    def clear(self) -> None:
+        """Forgets all items; the lists stay."""
+        if self.num_items:
+            for column in self.required.values():
+                column.clear()
+            self.optional.clear()
+            self.hash_parts.clear()
+            self.num_items = 0
+
+    def fill(self, message: Any) -> None:
+        """Moves everything into an Items message."""
+        for name, column in self.required.items():
+            getattr(message, name).extend(column)
+        for name, column in self.optional.items():
+            column.extend([_default(name, column[0])] * (self.num_items - len(column)))
+            getattr(message, name).extend(column)
+        if self.hash_parts:
+            message.hashes = b"".join(self.hash_parts)
+
+
+class StepBuilder:
+    """One Step in the making. Not thread-safe."""
+
+    def __init__(self, hash_size_bytes: int) -> None:
+        self._hash_size_bytes = hash_size_bytes
+        self.free_items = Columns("sequence_ids", "publish_tokens", "num_hashes")
+        self.extend_items = Columns("sequence_ids", "slots_needed", "processed_tokens", "publish_tokens", "num_hashes")
+        self.admit_items = Columns("sequence_ids", "num_tokens", "num_hashes")
+        self.lookup_items = Columns("num_tokens", "num_hashes")
+        self.invalid_block_ids: list[int] = []
+        self.token_budget = 0
+        self.report_evictions = False
+        self._message = pb.StepRequest()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was asked for."""
+        return not (
+            self.free_items.num_items
+            or self.extend_items.num_items
+            or self.admit_items.num_items
+            or self.lookup_items.num_items
+            or self.invalid_block_ids
+        )
+
+    def free(
+        self, sequence_id: int, *, publish_tokens: int = 0, hashes: bytes | bytearray = b"", **options: Any
+    ) -> None:
+        """Releases a sequence. Options: fence_own, preempted."""
+        self.free_items.append((sequence_id, publish_tokens, len(hashes) // self._hash_size_bytes), hashes, options)
+
+    def extend(
+        self,
+        sequence_id: int,
+        *,
+        slots_needed: int,
+        processed_tokens: int = 0,
+        publish_tokens: int = 0,
+        hashes: bytes | bytearray = b"",
+        **options: Any,
+    ) -> None:
+        """A running sequence's need. Options: the optional columns of ExtendItems by name."""
+        num_hashes = len(hashes) // self._hash_size_bytes
+        self.extend_items.append(
+            (sequence_id, slots_needed, processed_tokens, publish_tokens, num_hashes), hashes, options
+        )
+
+    def admit(self, sequence_id: int, *, num_tokens: int, hashes: bytes | bytearray = b"", **options: Any) -> None:
+        """A waiting sequence. Options: the optional columns of AdmitItems by name (expect_hit_tokens: -1 is any)."""
+        self.admit_items.append((sequence_id, num_tokens, len(hashes) // self._hash_size_bytes), hashes, options)
+
+    def lookup(self, *, num_tokens: int, hashes: bytes | bytearray, **options: Any) -> None:
+        """A hint: how much of this prompt is cached. Options: max_hit_tokens."""
+        self.lookup_items.append((num_tokens, len(hashes) // self._hash_size_bytes), hashes, options)
+
+    def invalidate_blocks(self, block_ids: list[int]) -> None:
+        """Drops the hashes of these blocks; nothing is freed."""
+        self.invalid_block_ids.extend(block_ids)
+
+    def clear(self) -> None:
+        """Forgets all items."""
+        for columns in (self.free_items, self.extend_items, self.admit_items, self.lookup_items):
+            columns.clear()
+        self.invalid_block_ids.clear()
+        self.token_budget = 0
+
+    def encode(self) -> pb.StepRequest:
+        """The message without session and step. It is reused: send it before the next `encode`."""
+        message = self._message
+        message.Clear()
+        if self.free_items.num_items:
+            self.free_items.fill(message.free)
+        if self.extend_items.num_items:
+            self.extend_items.fill(message.extend)
+        if self.admit_items.num_items:
+            message.admit.token_budget = self.token_budget
+            self.admit_items.fill(message.admit)
+        if self.lookup_items.num_items:
+            self.lookup_items.fill(message.lookup)
+        if self.invalid_block_ids:
+            message.invalidate.block_ids.extend(self.invalid_block_ids)
+        if self.report_evictions:
+            message.report_evictions = True
+        return message
+
+
+def decode_counts(message: pb.PoolCounts) -> PoolCounts:
+    """Blocks by state."""
+    return PoolCounts(
+        num_free_blocks=message.num_free_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        num_held_blocks=message.num_held_blocks,
+        num_quarantined_blocks=message.num_quarantined_blocks,
+        num_provisional_blocks=message.num_provisional_blocks,
+        num_blocks=message.num_blocks,
+        num_available_blocks=message.num_available_blocks,
+    )
+
+
+def decode_step(message: pb.StepResponse) -> StepReply:
+    """Columns of the answer, as plain lists."""
+    extend, admit, copies = message.extend, message.admit, message.copies
+    return StepReply(
+        boot_id=message.boot_id,
+        replayed=message.replayed,
+        num_freed_blocks=list(message.num_freed_blocks),
+        extend_statuses=list(extend.statuses),
+        extend_num_new_blocks=list(extend.num_new_blocks),
+        extend_block_ids=list(extend.block_ids),
+        admit_statuses=list(admit.statuses),
+        admit_hit_tokens=list(admit.hit_tokens),
+        admit_granted_tokens=list(admit.granted_tokens),
+        admit_num_blocks=list(admit.num_blocks),
+        admit_num_hit_blocks=list(admit.num_hit_blocks),
+        admit_block_ids=list(admit.block_ids),
+        admit_boundary_tokens=list(admit.shared_prefix_boundary_tokens),
+        lookup_hit_tokens=list(message.lookup.hit_tokens),
+        copies=[
+            BlockCopy(group_id=group, source_block_id=source, target_block_id=target)
+            for group, source, target in zip(
+                copies.group_ids, copies.source_block_ids, copies.target_block_ids, strict=True
+            )
+        ],
+        zero_block_ids=list(message.zero_block_ids),
+        evicted_hashes=message.evicted_hashes,
+        counts=decode_counts(message.counts),
+    )
