@@ -13,6 +13,7 @@ few blocks, where the arrays would not pay. `docs/performance.md` has the number
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from operator import index
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -32,7 +33,7 @@ class _TokenMemo(dict[int, bytes]):
     def __missing__(self, token: int) -> bytes:
         if len(self) >= MAX_REMEMBERED_TOKENS:
             self.clear()
-        encoded = self[token] = self._encoding.token(int(token))
+        encoded = self[token] = self._encoding.token(index(token))
         return encoded
 
 

@@ -9,9 +9,9 @@ A block is the triple (parent digest, tuple of token ids, extra keys or None):
 Only the head depends on the parent, so all bodies of a prompt can be made at once (`bulk_tokens`), and the sequential
 part of a chain is one concatenation and one digest per block (`chain`).
 
-Pickle writes a reference (68 <index>) where an *object* comes again, but writes an equal one out, so equal values can
-give different bytes. `hash_keys` therefore makes fresh strings, such as an engine that parses its requests has. Prefer
-CBOR wherever the choice is yours.
+Pickle writes a reference (68 <index>) where an *object* comes again in one block, but writes an equal one out: a salt
+that equals the adapter's name hashes differently if both are one string. We do the same, so that an engine's own
+objects give the engine's own digests. It costs a hit, never a wrong one; prefer CBOR wherever the choice is yours.
 """
 
 from collections.abc import Callable, Iterable

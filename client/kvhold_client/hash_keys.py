@@ -9,6 +9,7 @@ In this order inside the tuple of a block that covers tokens [start, end); a blo
     embeddings   SHA-256 of the rows of this block, when a prompt is given as embeddings (its token ids are zeros)
 
 The three styles are three generations of one engine: what each writes must match what the engine beside us writes.
+Strings go through as the objects that the caller gave, which the pickle form can tell apart (see `hash_encodings`).
 """
 
 import hashlib
@@ -72,29 +73,24 @@ class KeyStyle:
 
 KEY_STYLES = {
     "tagged": KeyStyle(
-        adapter=lambda adapter: ("lora", fresh(adapter.name), fresh(adapter.path)),
+        adapter=lambda adapter: ("lora", adapter.name, adapter.path),
         media=lambda item, start: ("mm", item.identifier, item.offset_tokens - start),
-        salt=lambda salt: ("cache_salt", fresh(salt)),
+        salt=lambda salt: ("cache_salt", salt),
         embeddings=lambda digest: ("prompt_embeds", digest),
     ),
     "named": KeyStyle(
-        adapter=lambda adapter: fresh(adapter.name),
+        adapter=lambda adapter: adapter.name,
         media=lambda item, start: (item.identifier, item.offset_tokens - start),
-        salt=lambda salt: fresh(salt),
+        salt=lambda salt: salt,
         embeddings=lambda digest: digest,
     ),
     "numbered": KeyStyle(
         adapter=lambda adapter: adapter.number,
         media=lambda item, start: item.identifier,
-        salt=lambda salt: fresh(salt),
+        salt=lambda salt: salt,
         embeddings=None,
     ),
 }
-
-
-def fresh(text: str) -> str:
-    """An equal string that is no object seen before, as pickle tells objects apart (see `hash_encodings`)."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 class ExtraKeys:
