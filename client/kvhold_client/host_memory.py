@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvhold_client.fd_client import MappingLease, fetch_region
 from kvhold_client.mapping_errors import MappingInUse, RegionNotMappable, RegionSizeMismatch
+from kvhold_client.numpy_views import NumpyViews
+from kvhold_client.torch_views import TorchViews, torch_is_installed
 
 SHM_DIRECTORY = "/dev/shm"  # where shm_open looks, too
 
@@ -46,9 +48,11 @@ class HostMemory:
     def size_bytes(self) -> int:
         return len(self._mapping)
 
-    def buffer(self) -> memoryview:
-        """A view that keeps the mapping from being closed."""
-        return memoryview(self._mapping)
+    def make_views(self, library: str) -> NumpyViews | TorchViews:
+        """What makes views of these bytes: they keep the mapping from being closed. Raises LibraryMissing."""
+        if library == "torch" or (library == "auto" and torch_is_installed()):
+            return TorchViews(memoryview(self._mapping), "cpu")
+        return NumpyViews(memoryview(self._mapping))
 
     def close(self) -> None:
         """Unmaps, then tells the daemon. Raises MappingInUse, changing nothing, while a view is alive."""

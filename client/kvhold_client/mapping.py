@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from kvhold_client.host_memory import HostMemory, RegionExport, map_host_region
+from kvhold_client.cuda_driver import BindingsMapper, CudaMapper
+from kvhold_client.cuda_memory import map_device_region
+from kvhold_client.host_memory import RegionExport, map_host_region
 from kvhold_client.layout import (
     LayerContent,
     Placement,
@@ -28,8 +30,6 @@ from kvhold_client.layout import (
     value_view,
 )
 from kvhold_client.mapping_errors import LayoutUnusable, RegionNotMappable
-from kvhold_client.numpy_views import NumpyViews
-from kvhold_client.torch_views import TorchViews, torch_is_installed
 
 View = Any  # numpy.ndarray or torch.Tensor
 
@@ -72,9 +72,22 @@ class ViewMaker(Protocol):
     def close(self) -> None: ...
 
 
+class Memory(Protocol):
+    """Mapped memory, on the host or on a device."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def make_views(self, library: str) -> ViewMaker:
+        """Raises LibraryMissing, RegionNotMappable."""
+
+    def close(self) -> None:
+        """Unmaps. Raises MappingInUse, changing nothing."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Mapped:
-    memory: HostMemory
+    memory: Memory
     maker: ViewMaker
 
 
@@ -103,6 +116,12 @@ class MappedRegion:
     def library(self) -> str:
         """What views are made with: "numpy" or "torch"."""
         return next(iter(self._mapped.values())).maker.library
+
+    @property
+    def device_address(self) -> int:
+        """Where the device part lies in this process; 0 if there is none. For mapping there again."""
+        mapped = self._mapped.get(False)
+        return getattr(mapped.memory, "address", 0) if mapped is not None else 0
 
     @property
     def views(self) -> dict[str, Any]:
@@ -150,7 +169,7 @@ class MappedRegion:
             try:
                 mapped.memory.close()
             except BaseException:
-                mapped.maker = _maker_for(mapped.memory, mapped.maker.library)
+                mapped.maker = mapped.memory.make_views(mapped.maker.library)
                 raise
             del self._mapped[host_resident]
 
@@ -184,32 +203,39 @@ def map_region(
     *,
     read_only: bool = False,
     library: str = "auto",
+    cuda: CudaMapper | None = None,
+    wanted_address: int = 0,
 ) -> MappedRegion:
     """Maps all regions of one rank. All or nothing: on an error nothing stays mapped.
 
-    `library`: "torch", "numpy", or "auto": torch if it is installed. Device memory needs torch. Raises MappingError.
+    `library`: "torch", "numpy", or "auto": torch if it is installed. Device memory needs torch. `wanted_address`: the
+    `device_address` of an earlier mapping, to map there again. `cuda`: another driver than the installed one. Raises
+    MappingError.
     """
     mapped: dict[bool, _Mapped] = {}
     try:
         for export in exports:
             check_inside(layout.placements, region_bytes=export.size_bytes, host_resident=export.host_resident)
-            mapped[export.host_resident] = _map_one(export, read_only=read_only, library=library)
+            mapped[export.host_resident] = _map_one(
+                export, read_only=read_only, library=library, cuda=cuda, wanted_address=wanted_address
+            )
     except BaseException:
         MappedRegion(layout, mapped, read_only=read_only).unmap()
         raise
     return MappedRegion(layout, mapped, read_only=read_only)
 
 
-def _map_one(export: RegionExport, *, read_only: bool, library: str) -> _Mapped:
-    memory = map_host_region(export, read_only=read_only)
+def _map_one(
+    export: RegionExport, *, read_only: bool, library: str, cuda: CudaMapper | None, wanted_address: int
+) -> _Mapped:
+    memory: Memory
+    if export.is_device:
+        driver = cuda or BindingsMapper()
+        memory = map_device_region(export, driver, read_only=read_only, wanted_address=wanted_address)
+    else:
+        memory = map_host_region(export, read_only=read_only)
     try:
-        return _Mapped(memory=memory, maker=_maker_for(memory, library))
+        return _Mapped(memory=memory, maker=memory.make_views(library))
     except BaseException:
         memory.close()
         raise
-
-
-def _maker_for(memory: HostMemory, library: str) -> ViewMaker:
-    if library == "torch" or (library == "auto" and torch_is_installed()):
-        return TorchViews(memory.buffer(), "cpu")
-    return NumpyViews(memory.buffer())

@@ -144,7 +144,7 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def reserve(self, request: RegionRequest) -> Region:
-        """Holds zeroed memory that is really there: touching it later cannot fail. Slow.
+        """Holds memory that is really there: touching it later cannot fail. Host memory is zeroed. Slow.
 
         Raises InvalidRegionRequest, RegionExists, UnknownDevice, OutOfDeviceMemory and its host-memory sisters.
         """
@@ -207,6 +207,12 @@ def check_request(request: RegionRequest) -> None:
             raise InvalidRegionRequest(field, value, f"must be {low}..{high}")
     if not request.pool:
         raise InvalidRegionRequest("pool", request.pool, "must not be empty")
+
+
+def check_on_device(request: RegionRequest) -> None:
+    """For device backends: raises InvalidRegionRequest for a host-resident part."""
+    if request.host:
+        raise InvalidRegionRequest("host", request.host, "must be false: reserve host-resident parts on a host backend")
 
 
 def describe_holders(holdings: tuple[Holding, ...]) -> str:

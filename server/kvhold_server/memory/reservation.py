@@ -39,16 +39,20 @@ class Reserver:
         """Reservations whose caller has gone while the driver has not answered: above zero for long is ill health."""
         return len(self._late)
 
-    async def reserve(self, request: RegionRequest, *, timeout_s: float) -> Region:
-        """Waits at most `timeout_s` for memory. Raises ReservationTimedOut, or the backend's last Exhausted."""
+    async def reserve(self, request: RegionRequest, *, timeout_s: float, wait_s: float | None = None) -> Region:
+        """Gives one call at most `timeout_s`, and waits at most `wait_s` (None: as long) for others to free memory.
+
+        Raises ReservationTimedOut, or the backend's last Exhausted.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
+        wait_until_s = deadline_s if wait_s is None else loop.time() + wait_s
         while True:
             self._memory_freed.clear()
             try:
                 return await self._reserve_once(request, deadline_s - loop.time(), timeout_s)
             except Exhausted:
-                left_s = deadline_s - loop.time()
+                left_s = min(deadline_s, wait_until_s) - loop.time()
                 if left_s <= 0:
                     raise
                 await self._wait_for_memory(min(left_s, RETRY_INTERVAL_S))
