@@ -39,7 +39,7 @@ demo: $(RUN) ## the whole job in under two minutes
 
 serve: $(RUN) ## run a daemon in the foreground on $(SOCKET)
 	@mkdir -p -m 0700 $(dir $(SOCKET))
-	$(BIN)/kvhold serve --listen unix:$(SOCKET) $(ARGS)
+	$(BIN)/kvhold serve --socket $(SOCKET) $(ARGS)
 
 # ---- develop -------------------------------------------------------------------------------------------------------
 test: $(DEV) ## every test (ARGS='-k pool' narrows)
