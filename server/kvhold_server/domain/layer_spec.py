@@ -13,7 +13,7 @@ file in `kinds/`. Planner and pool never ask which kind a spec is: they ask for 
 import dataclasses
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -77,6 +77,7 @@ class LayerSpec(ABC):
     kind: ClassVar[str]  # the name of its arm in the wire's LayerSpec.kind
     family: ClassVar[Family] = Family.NONE
     planner_made: ClassVar[bool] = False  # exists in plans only, never in requests
+    plannable: ClassVar[bool] = True  # the modern strategies give it a place
 
     block_size_tokens: int
     dcp_sharded: bool = False  # tokens are spread over the decode-context-parallel ranks
@@ -130,6 +131,28 @@ class LayerSpec(ABC):
         """Do its blocks take part in prefix hits?"""
         return True
 
+    @property
+    def needs_zeroing(self) -> bool:
+        """Must its blocks be zeroed before they are used again, whatever the other layers are?"""
+        return False
+
+    @property
+    def storage_format(self) -> tuple[str, str] | None:
+        """What bytes mean, where leftovers of another format would do harm. None: they never do."""
+        return None
+
+    def min_request_blocks(self, limits: Limits) -> int:
+        """Blocks that a request of one token holds."""
+        return 1
+
+    def check(self, layer_name: str, limits: Limits) -> None:
+        """Raises a typed refusal that names the layer if the spec contradicts itself or the limits."""
+        return None
+
+    def each(self) -> "Iterable[LayerSpec]":
+        """The different layer specs behind this one: itself, or the members of a uniform_type."""
+        return (self,)
+
     # --- sharing ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -142,6 +165,14 @@ class LayerSpec(ABC):
             if other is not self and other != self:
                 return first_mismatch(self, other)
         return self
+
+    def retaining(self, extra_tokens: int) -> "LayerSpec":
+        """A copy that keeps that many tokens beyond its window; itself where there is no window."""
+        return self
+
+    def promoted(self, block_size_tokens: int) -> "LayerSpec | None":
+        """The full-attention spec that may stand for a local one, with that block; None where there is none."""
+        return None
 
     def scaled(self, factor: int) -> "LayerSpec":
         """A copy with `factor` times the block, and the padding grown with it. Does not change a state's page."""
@@ -163,6 +194,29 @@ def cdiv(numerator: int, denominator: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least `value`."""
     return cdiv(value, multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecCount:
+    """A spec and how often it occurs."""
+
+    spec: LayerSpec
+    count: int
+
+
+def count_specs(specs: Iterable[LayerSpec]) -> list[SpecCount]:
+    """The different specs, by first occurrence. Compares objects first: hashing a spec is slow, and few are different."""
+    by_object: dict[int, SpecCount] = {}
+    tally: dict[int, int] = {}
+    for spec in specs:
+        key = id(spec)
+        tally[key] = tally.get(key, 0) + 1
+        if key not in by_object:
+            by_object[key] = SpecCount(spec=spec, count=0)
+    by_value: dict[LayerSpec, int] = {}
+    for key, entry in by_object.items():
+        by_value[entry.spec] = by_value.get(entry.spec, 0) + tally[key]
+    return [SpecCount(spec=spec, count=count) for spec, count in by_value.items()]
 
 
 def first_mismatch(first: LayerSpec, second: LayerSpec) -> Mismatch:

@@ -1,0 +1,56 @@
+"""Hidden-state layers get a group each, with a block that divides all others' and a page as large as theirs."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from kvhold_server.domain.ids import LayerName
+from kvhold_server.domain.kinds.hidden_state import HiddenStateSpec
+from kvhold_server.domain.layer_spec import LayerSpec, cdiv
+from kvhold_server.planner.errors import PageDoesNotScale
+from kvhold_server.planner.groups import LayerGroup, with_spec
+
+
+def add_hidden_groups(
+    groups: Sequence[LayerGroup], hidden: dict[LayerName, HiddenStateSpec]
+) -> tuple[LayerGroup, ...]:
+    """The groups, enlarged until one token's hidden state fits a page, and one group per hidden layer behind them.
+
+    `groups` is not empty and all its pages are equal. Raises PageDoesNotScale.
+    """
+    if not hidden:
+        return tuple(groups)
+    page = groups[0].spec.page_size_bytes
+    assert all(group.spec.page_size_bytes == page for group in groups)
+    factor = max(1, cdiv(max(spec.token_size_bytes for spec in hidden.values()), page))
+    page *= factor
+    enlarged = [with_spec(group, enlarge(group.layer_names[0], group.spec, factor)) for group in groups]
+    grid = math.gcd(*(group.spec.block_size_tokens for group in enlarged))
+    return (*enlarged, *(_hidden_group(name, spec, page, grid) for name, spec in hidden.items()))
+
+
+def enlarge(name: LayerName, spec: LayerSpec, factor: int) -> LayerSpec:
+    """A copy with `factor` times the block and the page; a state's page grows by padding. Raises PageDoesNotScale."""
+    if factor == 1:
+        return spec
+    wanted = factor * spec.page_size_bytes
+    scaled = spec.scaled(factor)
+    if scaled.page_size_bytes < wanted:
+        scaled = scaled.padded_to(wanted) or scaled
+    if scaled.page_size_bytes != wanted:
+        raise PageDoesNotScale(
+            layer_name=name,
+            kind=spec.kind,
+            factor=factor,
+            block_size_tokens=spec.block_size_tokens,
+            page_bytes=scaled.page_size_bytes,
+            wanted_page_bytes=wanted,
+        )
+    return scaled
+
+
+def _hidden_group(name: LayerName, spec: HiddenStateSpec, page: int, grid: int) -> LayerGroup:
+    fitting = max(page // spec.token_size_bytes, 1)
+    block = next(size for size in range(min(grid, fitting), 0, -1) if grid % size == 0)
+    own = dataclasses.replace(spec, block_size_tokens=block, page_size_padded_bytes=page, alignment_bytes=None)
+    return LayerGroup(layer_names=(name,), spec=own)
