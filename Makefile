@@ -15,7 +15,7 @@ SOCKET ?= /tmp/kvhold-$(shell id -u)/kvhold.sock
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format proto proto-check proto-freeze bench image clean
+.PHONY: help demo serve test deploy-test lint format proto proto-check proto-freeze bench image clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,12 @@ serve: $(RUN) ## run a daemon in the foreground on $(SOCKET)
 # ---- develop -------------------------------------------------------------------------------------------------------
 test: $(DEV) ## every test (ARGS='-k pool' narrows)
 	$(PY) -m pytest $(ARGS)
+
+deploy-test: $(DEV) $(VENV)/checkov ## manifests, chart, dashboards, Dockerfile, with the policy scanner
+	$(PY) -m pytest tests/deploy $(ARGS)
+
+$(VENV)/checkov: | $(PY)  # has dependencies of its own that would fight with ours
+	@$(PY) -m venv $@ && $@/bin/python -m pip install -qq checkov==3.3.30 || { rm -rf $@; exit 1; }
 
 lint: $(DEV) proto-check ## ruff, mypy --strict, buf, generated code, import directions
 	$(BIN)/ruff check $(wildcard $(SOURCES))

@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/hashing.py [--tokens 131072] [--block-size 16]
 
-CPU time, alternating, best of several rounds. Tokens are uniform over a vocabulary: the worst case for what is remembered.
+CPU time, alternating, best of several rounds. Tokens are uniform over a vocabulary: the worst case for a memo of them.
 """
 
 import argparse
