@@ -598,6 +598,8 @@ class PrefixStats(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     PREEMPTED_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    SKIPPED_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     query_tokens: _builtins.int
     """Tokens asked for at admissions."""
     hit_own_tokens: _builtins.int
@@ -618,6 +620,10 @@ class PrefixStats(_message.Message):
     """Re-admissions after preemption, counted apart: asked."""
     preempted_hit_tokens: _builtins.int
     """Re-admissions after preemption, counted apart: hit."""
+    num_skipped_requests: _builtins.int
+    """Admissions that asked not to read the cache (`skip_lookup`), not part of the sum: how many."""
+    skipped_query_tokens: _builtins.int
+    """Admissions that asked not to read the cache, not part of the sum: their tokens."""
     def __init__(
         self,
         *,
@@ -631,10 +637,12 @@ class PrefixStats(_message.Message):
         num_requests: _builtins.int = ...,
         preempted_query_tokens: _builtins.int = ...,
         preempted_hit_tokens: _builtins.int = ...,
+        num_skipped_requests: _builtins.int = ...,
+        skipped_query_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_requests", b"num_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,186 @@
+"""The daemon: everything is put together here, started, watched, drained and taken down in order.
+
+    start   lock socket ▶ backends ▶ node ▶ gRPC ▶ fd channel ▶ /metrics ▶ ticker ▶ ready
+    SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a second signal ends the wait) ▶ stop ▶ exit 0
+"""
+
+import asyncio
+import logging
+
+import secrets
+import signal
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+
+from kvhold_server.backends import make_backends
+from kvhold_server.config import ServerConfig, split_host_port
+from kvhold_server.http import HttpServer
+from kvhold_server.node.node import Node, Shell
+from kvhold_server.pages import make_routes
+from kvhold_server.rpc.fd_channel import FdChannel
+from kvhold_server.rpc.interceptors import Guard
+from kvhold_server.rpc.regions import RegionKeeper
+from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
+from kvhold_server.rpc.services.register import add_engine_services, add_admin_services
+from kvhold_server.rpc.workers import make_fd_channel
+from kvhold_server.sessions.lease import LeaseTerms
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+BUSY_SLEEP_S = 0.001
+
+
+class Daemon:
+    """One running daemon. `start`, then `run_until_stopped`; or use its parts in a test."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.backends = make_backends(config)
+        self.node = Node(
+            shell=Shell(
+                boot_id=secrets.token_hex(8), clock=time.monotonic, new_secret=lambda: secrets.token_urlsafe(24)
+            ),
+            backends=self.backends,
+            default_backend=config.backend,
+            terms=LeaseTerms(
+                lease_ttl_s=config.lease_ttl_s,
+                grace_s=config.grace_period_s,
+                unproven_grace_s=config.grace_period_s,
+                max_tick_s=max(1.0, 4 * config.tick_interval_s),
+            ),
+            limits=config.limits,
+        )
+        self.health = HealthBoard()
+        self.keeper = RegionKeeper(self.backends)
+        self.tcp_port = 0
+        self.metrics_port = 0
+        self.fd_channel: FdChannel | None = None
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._stack = AsyncExitStack()
+
+    # -------------------------------------------------------------- lifecycle
+    async def start(self) -> None:
+        """Brings everything up; on failure whatever was up is taken down again."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        config, stack = self.config, self._stack
+        for backend in self.backends.values():
+            stack.callback(backend.close)
+        stack.push_async_callback(self.keeper.close)
+        server = make_server([self._guard()], config.limits.max_message_bytes)
+        if config.socket:
+            claim = SocketClaim.take(Path(config.socket))
+            stack.callback(claim.release)
+            listen_unix(server, claim, config.socket_gid)
+            self.fd_channel = make_fd_channel(self.node, Path(f"{config.socket}.fd"), config.socket_gid)
+            await self.fd_channel.start()
+            stack.push_async_callback(self.fd_channel.close)
+        if config.tcp:
+            self.tcp_port = listen_tcp(server, *split_host_port("--tcp", "tcp", config.tcp))
+        add_engine_services(server, self.node, self.keeper, self.fd_channel, self.health)
+        await self._start_admin(server)
+        await self._start_server(server)
+        if config.metrics:
+            await self._start_metrics()
+        ticker = asyncio.create_task(self._tick_forever(), name="ticker")
+        stack.push_async_callback(_cancelled, ticker)
+        await self.health.set_ready(True)
+        logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, config.socket or "-", self.tcp_port)
+
+    async def _start_admin(self, engine_server: grpc.aio.Server) -> None:
+        """AdminService on its own socket, or beside the engines' services if none is configured."""
+        if not self.config.admin_socket:
+            add_admin_services(engine_server, self.node, self.request_stop)
+            return
+        server = make_server([self._guard()], self.config.limits.max_message_bytes)
+        claim = SocketClaim.take(Path(self.config.admin_socket))
+        self._stack.callback(claim.release)
+        listen_unix(server, claim, self.config.socket_gid)
+        add_admin_services(server, self.node, self.request_stop)
+        self.health.add_to(server)
+        await self._start_server(server)
+
+    async def _start_server(self, server: grpc.aio.Server) -> None:
+        await server.start()
+        self._stack.push_async_callback(server.stop, STOP_GRACE_S)
+
+    async def _start_metrics(self) -> None:
+        host, port = split_host_port("--metrics", "metrics", self.config.metrics)
+        http = HttpServer(make_routes(self.node))
+        try:
+            await http.start(host, port)
+        except OSError as error:
+            raise AddressInUse(self.config.metrics, error.strerror or str(error)) from None
+        self.metrics_port = http.port
+        self._stack.push_async_callback(http.close)
+
+    def _guard(self) -> Guard:
+        return Guard(self.node.telemetry, self.config.limits.max_message_bytes)
+
+    def request_stop(self) -> None:
+        """Begins to drain; asked a second time, stops waiting."""
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    async def run_until_stopped(self) -> None:
+        """Serves until asked to stop, then drains and takes everything down."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        try:
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            await self.close()
+
+    async def close(self) -> None:
+        """Takes everything down, last started first."""
+        await self._stack.aclose()
+
+    async def _drain(self) -> None:
+        """No new sessions; running ones may finish until the deadline."""
+        self.node.begin_drain(self.config.drain_deadline_s)
+        await self.health.set_ready(False)
+        logger.info("draining: %d sessions, at most %.1f s", self.node.sessions.num_open(), self.node.drain_left_s)
+        while self.node.sessions.num_open() and self.node.drain_left_s and not self._hurry.is_set():
+            await asyncio.sleep(min(0.02, self.node.drain_left_s))
+        logger.info("drained: %d sessions are cut off", self.node.sessions.num_open())
+
+    async def _tick_forever(self) -> None:
+        """Leases, reaping, the loop's own lag. Slices of reaping yield to waiting steps in between."""
+        interval_s, loop = self.config.tick_interval_s, asyncio.get_running_loop()
+        while True:
+            try:
+                while self.node.tick():
+                    await asyncio.sleep(BUSY_SLEEP_S)
+            except Exception:
+                self.node.telemetry.num_unexpected_errors += 1
+                logger.exception("tick failed")
+            due = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            self.node.telemetry.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def serve(config: ServerConfig) -> None:
+    """Runs a daemon until a signal ends it."""
+    daemon = Daemon(config)
+    await daemon.start()
+    await daemon.run_until_stopped()
+
+

@@ -1,0 +1,79 @@
+"""An open pool: its plan, memory and blocks, and what the daemon counts about it."""
+
+from dataclasses import dataclass, field, replace
+
+from kvhold_server.domain.ids import PoolName, SessionId
+from kvhold_server.domain.plan import Plan
+from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.memory.backend import Region
+from kvhold_server.node.identity import PoolIdentity
+from kvhold_server.pool.pool import Pool
+
+ALLOCATION_RESULTS = (
+    "ok", "out_of_blocks", "not_tried", "no_budget", "hit_conflict", "state_not_ready", "never_fits", "quota", "error"
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolTotals:
+    """Counters since the daemon opened the pool; every one exists at zero."""
+
+    allocations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ALLOCATION_RESULTS, 0))
+    num_allocated_blocks: int = 0
+    num_freed_blocks: int = 0
+    num_published_blocks: int = 0
+    num_evicted_blocks: int = 0
+    num_steps: int = 0
+    num_replayed_steps: int = 0
+    num_exports: int = 0
+    num_reaped_sessions: int = 0
+    sessions_ended: dict[str, int] = field(
+        default_factory=lambda: {"closed": 0, "closed_early": 0, "expired": 0, "killed": 0}
+    )
+
+    def copy(self) -> "PoolTotals":
+        """A snapshot that another thread may read."""
+        return replace(self, allocations=dict(self.allocations), sessions_ended=dict(self.sessions_ended))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What a pool began with, and why not with more."""
+
+    outcome: str  # "recovered" or "fresh"
+    num_kept_blocks: int = 0
+    num_dropped_torn_blocks: int = 0
+    num_dropped_provisional_blocks: int = 0
+    num_dropped_generation_blocks: int = 0
+    num_dropped_checksum_blocks: int = 0
+    reason: str = ""
+    detail: str = ""
+    duration_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class LivePool:
+    """Mutable; only the node changes it."""
+
+    name: PoolName
+    plan: Plan | None  # None: groups were given by hand, for simulation
+    identity: PoolIdentity
+    config: PoolConfig
+    pool: Pool
+    observer_slot: int  # asks without being anybody: sees what every session sees
+    regions: tuple[Region, ...]
+    opened_at_s: float
+    recovery: RecoveryReport
+    content_generation: int = 1
+    members: set[SessionId] = field(default_factory=set)  # sessions of this pool, dead ones that still wait included
+    totals: PoolTotals = field(default_factory=PoolTotals)
+    quotas: dict[str, int] = field(default_factory=dict)  # tenant → blocks
+    preempted: dict[tuple[int, int], None] = field(default_factory=dict)  # (slot, sequence), oldest first
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.plan.ranks) if self.plan else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(region.size_bytes for region in self.regions)

@@ -1,0 +1,368 @@
+"""The node: pools, sessions and memory under one owner; one method per rpc; synchronous.
+
+    rpc service ──▶ Node ──┬─▶ SessionTable      who may act
+                           ├─▶ LivePool.pool     what happens to blocks
+                           └─▶ MemoryBackend     only reads here; slow calls are made by the shell between two phases
+
+The event loop's thread owns it. Time is injected as a clock, secrets as a generator, so that tests decide both.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from kvhold_server.domain.errors import InvalidField
+from kvhold_server.domain.ids import PoolName, SessionId
+from kvhold_server.domain.service_limits import ServiceLimits
+from kvhold_server.memory.backend import ExportedRegion, MemoryBackend, Region
+from kvhold_server.node.errors import (
+    BackendUnknown,
+    Draining,
+    GenerationConflict,
+    LowBlocksNotReserved,
+    NoMemoryHere,
+    PlanRequired,
+    PoolBusy,
+    PoolInUse,
+    PoolNotFound,
+    RankNotFound,
+    RegionSizeMismatch,
+    TooManyPools,
+    TooManyPoolSessions,
+)
+from kvhold_server.node.identity import ContentIdentity
+from kvhold_server.node.live_pool import LivePool, RecoveryReport
+from kvhold_server.node.opening import (
+    OpenedPool,
+    Opening,
+    OpenPoolCommand,
+    check_expected,
+    check_same,
+    region_requests,
+)
+from kvhold_server.node.pool_config_builder import build_pool_config
+from kvhold_server.node.reaping import Reaper
+from kvhold_server.node.session_use import SessionUse
+from kvhold_server.node.step_values import StepAnswer, StepCommand
+from kvhold_server.node.steps import apply_step
+from kvhold_server.node.telemetry import Telemetry
+from kvhold_server.pool.pool import Pool
+from kvhold_server.sessions.errors import BootIdMismatch
+from kvhold_server.sessions.lease import LeaseTerms
+from kvhold_server.sessions.session import Credentials, EndCause, OpenRequest, Session, StreamId
+from kvhold_server.sessions.session_table import Opened, SessionLimits, SessionTable
+from kvhold_server.sessions.worker_watch import WatchId, WorkerWatch
+
+POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """How to map one rank's memory: its device region, then its host region if it has one."""
+
+    backend: str
+    regions: tuple[tuple[Region, ExportedRegion], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What closing a session released."""
+
+    num_sequences: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class DrainState:
+    """Set once; sessions may go on until the deadline."""
+
+    deadline_at_s: float = inf
+    is_draining: bool = False
+    retry_after_s: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Shell:
+    """What the world outside gives the node."""
+
+    boot_id: str
+    clock: Callable[[], float]  # seconds, never decreasing
+    new_secret: Callable[[], str]  # unguessable
+
+
+class Node:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        shell: Shell,
+        backends: Mapping[str, MemoryBackend],
+        default_backend: str,
+        terms: LeaseTerms,
+        limits: ServiceLimits,
+    ) -> None:
+        self.boot_id = shell.boot_id
+        self.limits = limits
+        self.backends = backends
+        self.default_backend = default_backend
+        self.telemetry = Telemetry()
+        self.pools: dict[PoolName, LivePool] = {}
+        self.drain = DrainState()
+        self.watch = WorkerWatch()
+        self.sessions = SessionTable(
+            boot_id=shell.boot_id,
+            terms=terms,
+            limits=SessionLimits(max_sessions=limits.max_sessions, max_sessions_per_tenant=limits.max_sessions),
+            watch=self.watch,
+        )
+        self._shell = shell
+        self._busy: dict[PoolName, str] = {}  # pools that are being opened or deleted → which of the two
+        self._reaper = Reaper(self.sessions, self.pools)
+
+    @property
+    def now_s(self) -> float:
+        """The node's clock."""
+        return self._shell.clock()
+
+    # ------------------------------------------------------------------- pools
+    def begin_open_pool(self, command: OpenPoolCommand) -> OpenedPool | Opening:
+        """Attaches, or takes the name and says which memory the pool needs; `finish_open_pool` or `abort_open_pool`
+        must follow. Raises the mismatches, PlanRequired, PoolBusy, TooManyPools, Draining, InvalidField.
+        """
+        self._check_name(command.name)
+        self._check_busy(command.name)
+        live = self.pools.get(command.name)
+        if live is not None:
+            check_expected(command, live.identity.plan_fingerprint)
+            check_same(live, command)
+            return OpenedPool(live=live, recovery=None)
+        self._check_admitting()
+        if command.only_attaches:
+            raise PlanRequired(command.name)
+        check_expected(command, command.identity.plan_fingerprint)
+        if len(self.pools) + len(self._busy) >= self.limits.max_pools:
+            raise TooManyPools(len(self.pools) + len(self._busy), self.limits.max_pools)
+        if command.options.backend not in self.backends:
+            raise BackendUnknown(command.options.backend, ", ".join(self.backends))
+        self._check_devices(command)
+        config = build_pool_config(command.plan, command.options, command.content)
+        self._busy[command.name] = "being opened"
+        return Opening(command=command, config=config, requests=region_requests(command), begun_at_s=self.now_s)
+
+    def finish_open_pool(self, opening: Opening, regions: tuple[Region, ...]) -> OpenedPool:
+        """Publishes the pool with its memory. Does not fail once `begin_open_pool` accepted."""
+        command = opening.command
+        recovery = RecoveryReport(outcome="fresh", reason="NEW_POOL", duration_s=self.now_s - opening.begun_at_s)
+        try:
+            pool = Pool(opening.config)
+            live = LivePool(
+                name=command.name,
+                plan=command.plan,
+                identity=command.identity,
+                config=opening.config,
+                pool=pool,
+                observer_slot=pool.open_session(),
+                regions=regions,
+                opened_at_s=self.now_s,
+                recovery=recovery,
+            )
+            self.pools[command.name] = live
+        finally:
+            del self._busy[command.name]
+        return OpenedPool(live=live, recovery=recovery)
+
+    def abort_open_pool(self, opening: Opening) -> None:
+        """The memory could not be had: the name is free again."""
+        del self._busy[opening.command.name]
+
+    def pool(self, name: str) -> LivePool:
+        """Raises PoolNotFound."""
+        live = self.pools.get(PoolName(name))
+        if live is None:
+            raise PoolNotFound(name)
+        return live
+
+    def begin_delete_pool(self, name: str, *, force: bool) -> LivePool | None:
+        """Takes the pool out of service; its regions are the caller's to release, then `finish_delete_pool`. None if it
+        is gone already. Raises PoolInUse, PoolBusy."""
+        self._check_busy(PoolName(name))
+        live = self.pools.get(PoolName(name))
+        if live is None:
+            return None
+        num_sessions, num_mappings = self.sessions.num_open(live.name), self.watch.num_mappings(live.name)
+        if (num_sessions or num_mappings) and not force:
+            raise PoolInUse(name, num_sessions, num_mappings)
+        for session in self.sessions.sessions(live.name):
+            self.sessions.kill(session.session_id, self.now_s)
+        self.watch.drop_pool(live.name)
+        del self.pools[live.name]
+        self._busy[live.name] = "being deleted"
+        return live
+
+    def finish_delete_pool(self, live: LivePool) -> None:
+        """Its memory is given back."""
+        del self._busy[live.name]
+
+    def update_content(
+        self, name: str, expected_generation: int, content: ContentIdentity, *, even_if_shared: bool
+    ) -> tuple[int, int]:
+        """Returns (new generation, blocks fenced). Raises GenerationConflict, PoolInUse."""
+        live = self.pool(name)
+        if expected_generation != live.content_generation:
+            raise GenerationConflict(name, live.content_generation, expected_generation)
+        others = self.sessions.num_open(live.name)
+        if others > 1 and not even_if_shared:
+            raise PoolInUse(name, others, self.watch.num_mappings(live.name))
+        fenced = len({block for _, _, blocks in live.pool.describe().cache for block in blocks})
+        live.pool.reset(force=True)
+        live.content_generation += 1
+        live.identity = replace(live.identity, content=content)
+        return live.content_generation, fenced
+
+    # ------------------------------------------------------------------ memory
+    def export(
+        self, name: str, rank: int, *, expected_size_bytes: int, num_warmup_blocks: int, session_id: str
+    ) -> Export:
+        """How to map a rank. Changes nothing; mappings are reported by `worker_mapped`."""
+        live = self.pool(name)
+        if not 0 <= rank < max(1, live.num_ranks):
+            raise RankNotFound(name, rank, live.num_ranks - 1)
+        regions = [region for region in live.regions if region.rank == rank]
+        if not regions:
+            raise NoMemoryHere(name, "it was made for simulation" if live.plan is None else f"rank {rank} has no layers")
+        size_bytes = regions[0].requested_bytes
+        if expected_size_bytes and expected_size_bytes not in (size_bytes, regions[0].size_bytes):
+            raise RegionSizeMismatch(name, rank, size_bytes, expected_size_bytes)
+        reserved = live.identity.options.num_reserved_low_blocks
+        if num_warmup_blocks > reserved:
+            raise LowBlocksNotReserved(name, num_warmup_blocks, reserved)
+        backend = self.backends[live.identity.options.backend]
+        live.totals.num_exports += 1
+        return Export(
+            backend=live.identity.options.backend, regions=tuple((region, backend.export(region)) for region in regions)
+        )
+
+    def worker_mapped(self, pool: PoolName, rank: int, session_id: str, pid: int, *, is_watched: bool) -> WatchId:
+        """A process has a rank's memory mapped (or its name, when nobody can watch it)."""
+        watch = self.watch.add(
+            pool=pool,
+            rank=rank,
+            session_id=SessionId(session_id) if session_id else None,
+            pid=pid,
+            is_watched=is_watched,
+            now_s=self.now_s,
+        )
+        return watch.id
+
+    def worker_gone(self, watch_id: WatchId) -> None:
+        """Its mapping is gone for certain."""
+        self.watch.gone(watch_id)
+
+    # ---------------------------------------------------------------- sessions
+    def open_session(self, request: OpenRequest, resume_token: str) -> Opened:
+        """Opens or resumes. Raises PoolNotFound, ResumeRefused, TooManySessions, Draining, InvalidField."""
+        live = self.pool(request.pool)
+        credentials = Credentials(
+            session_id=SessionId(self._shell.new_secret()), resume_token=self._shell.new_secret()
+        )
+        if resume_token:
+            return self.sessions.resume(live.name, resume_token, credentials, self.now_s)
+        self._check_admitting()
+        num_sessions = self.sessions.num_open(live.name)
+        if num_sessions >= self.limits.max_sessions_per_pool:
+            raise TooManyPoolSessions(live.name, num_sessions, self.limits.max_sessions_per_pool)
+        opened = self.sessions.open(request, credentials, self.now_s)
+        if opened.is_new:
+            opened.session.slot = live.pool.open_session()
+            live.members.add(opened.session.session_id)
+        return opened
+
+    def fenced(self, session_id: str, epoch: int, boot_id: str = "") -> Session:
+        """The caller's session, if it still is. Raises UnknownSession, SessionFenced, BootIdMismatch."""
+        if boot_id and boot_id != self.boot_id:
+            raise BootIdMismatch(self.boot_id)
+        return self.sessions.require(session_id, epoch)
+
+    def close_session(self, session_id: str, epoch: int, completed_step: int) -> Closed:
+        """Ends a session in order; closing one that is gone succeeds. Raises SessionFenced, StepOutOfOrder."""
+        session = self.sessions.close(session_id, epoch, completed_step, self.now_s)
+        if session is None:
+            return Closed()
+        return self._ended(session)
+
+    def attach_stream(self, session_id: str, epoch: int) -> StreamId:
+        """A KeepAlive stream is up."""
+        return self.sessions.attach_stream(session_id, epoch, self.now_s)
+
+    def keep_alive(self, session_id: str, epoch: int, stream: StreamId) -> Session:
+        """A message arrived on it. Raises UnknownSession, SessionFenced."""
+        return self.sessions.keepalive(session_id, epoch, stream, self.now_s)
+
+    def stream_broken(self, session_id: str, stream: StreamId) -> None:
+        """It ended, however."""
+        self.sessions.stream_broken(session_id, stream, self.now_s)
+
+    def tick(self) -> bool:
+        """Looks at leases and cleans up after the dead, a slice at a time. True: call again soon, there is more."""
+        for session in self.sessions.expire(self.now_s):
+            self._ended(session)
+        return self._reaper.work(self.now_s)
+
+    def session_use(self, session: Session) -> SessionUse:
+        """What it holds. O(its blocks)."""
+        live = self.pools.get(session.pool)
+        if live is None or session.session_id not in live.members:
+            return SessionUse()
+        return SessionUse()
+
+    # ------------------------------------------------------------------ blocks
+    def step(self, session: Session, command: StepCommand) -> StepAnswer:
+        """Applies one step of a fenced session. Raises StepOutOfOrder, TooManyOpenSteps."""
+        return apply_step(self.pools[session.pool], session, command)
+
+    # ------------------------------------------------------------------- drain
+    def begin_drain(self, deadline_s: float) -> None:
+        """No new sessions or pools from now on."""
+        self.drain.is_draining = True
+        self.drain.deadline_at_s = min(self.drain.deadline_at_s, self.now_s + deadline_s)
+
+    @property
+    def drain_left_s(self) -> float:
+        """Time left to running sessions."""
+        return max(0.0, self.drain.deadline_at_s - self.now_s)
+
+    # ----------------------------------------------------------------- private
+    def _ended(self, session: Session) -> Closed:
+        live = self.pools[session.pool]
+        cause = session.end_cause
+        assert cause is not None
+        live.totals.sessions_ended[cause.value] += 1
+        before = live.pool.counts()
+        if cause is EndCause.CLOSED:
+            live.pool.close_session(session.slot)
+        else:
+            live.pool.kill_session(session.slot)
+            live.totals.num_reaped_sessions += 1
+        self._reaper.began(session)
+        after = live.pool.counts()
+        return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))
+
+    def _check_name(self, name: str) -> None:
+        if not POOL_NAME.fullmatch(name):
+            raise InvalidField("name", name[:200], "must be 1..128 of A-Z a-z 0-9 . _ -")
+
+    def _check_busy(self, name: PoolName) -> None:
+        if name in self._busy:
+            raise PoolBusy(name, self._busy[name])
+
+    def _check_admitting(self) -> None:
+        if self.drain.is_draining:
+            raise Draining(self.drain.retry_after_s)
+
+    def _check_devices(self, command: OpenPoolCommand) -> None:
+        devices, plan = command.options.rank_device_indexes, command.plan
+        if devices and plan and len(devices) != len(plan.ranks):
+            rule = f"must have one entry a rank: {len(plan.ranks)}, or none"
+            raise InvalidField("options.rank_device_indexes", f"{len(devices)} entries", rule)

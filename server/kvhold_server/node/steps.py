@@ -1,0 +1,150 @@
+"""One step of one session on one pool: exactly once, counters after it.
+
+    begin (step log) ─▶ seen before? ─▶ the first answer again
+         │
+         ▼ complete, free, invalidate, extend, admit, lookup
+         ▼ counters, evictions ─▶ answer ─▶ finish (step log)
+
+The pool applies complete, free, extend, admit and lookup in one call. Where hashes are to be dropped between free and
+extend, the step is applied in two calls of the same number.
+"""
+
+from dataclasses import replace
+
+from kvhold_server.node.live_pool import LivePool, PoolTotals
+from kvhold_server.node.step_values import StepAnswer, StepCommand
+from kvhold_server.pool.errors import HashesMissing, NeverFits, UnknownSequence
+from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.values import Bound, FreeColumns, Removed, Status, StepInput, StepOutput, Stored
+from kvhold_server.sessions.session import Session
+
+MAX_REMEMBERED_PREEMPTIONS = 65_536
+
+
+def apply_step(live: LivePool, session: Session, command: StepCommand) -> StepAnswer:
+    """Raises StepOutOfOrder, TooManyOpenSteps; then nothing was applied."""
+    items = command.items
+    stored = session.steps.begin(items.step, command.part, items.completed_step)
+    if isinstance(stored, StepAnswer):
+        live.totals.num_replayed_steps += 1
+        return replace(stored, replayed=True)
+    remember_preempted(live, session.slot, command)
+    if command.invalidate:
+        output = _step_around_invalidation(live, session.slot, command)
+    else:
+        output = live.pool.step(session.slot, items)
+    count_step(live.totals, output)
+    answer = StepAnswer(
+        output=output,
+        counts=live.pool.counts(),
+        num_available_blocks=live.pool.available(session.slot),
+        num_groups=len(live.config.groups),
+    )
+    if command.report_evictions:
+        answer.evicted_hashes = evicted_hashes(output)
+    if command.include_lookup_blocks:
+        _add_lookup_blocks(live.pool, session.slot, items, answer)
+    session.steps.finish(items.step, command.part, items.completed_step, answer)
+    return answer
+
+
+def remember_preempted(live: LivePool, slot: int, command: StepCommand) -> None:
+    """Sequences freed as preempted are admitted as resumed later, and counted apart then. Bounded, oldest forgotten."""
+    known = live.preempted
+    if any(command.preempted):
+        for sequence_id, preempted in zip(command.items.free.sequence_ids, command.preempted, strict=True):
+            if preempted:
+                known[(slot, sequence_id)] = None
+        while len(known) > MAX_REMEMBERED_PREEMPTIONS:
+            del known[next(iter(known))]
+    admit = command.items.admit
+    if known and admit.sequence_ids:
+        admit.is_resumed = [(slot, sequence_id) in known for sequence_id in admit.sequence_ids]
+
+
+def evicted_hashes(output: StepOutput) -> list[bytes]:
+    """Digests whose last block of a group was taken in this step."""
+    return [
+        block_hash
+        for event in output.events
+        if isinstance(event, Removed)
+        for block_hash, left in zip(event.hashes, event.copies_left, strict=True)
+        if not left
+    ]
+
+
+def count_step(totals: PoolTotals, output: StepOutput) -> None:
+    """Adds a step to the pool's counters."""
+    totals.num_steps += 1
+    for status in output.extend_status:
+        totals.allocations["ok" if status == Status.OK else allocation_result(status, 0)] += 1
+    for status, bound in zip(output.admit_status, output.admit_bound, strict=True):
+        totals.allocations["ok" if status == Status.OK else allocation_result(status, bound)] += 1
+    for (part, _), error in output.errors.items():
+        if part in ("admit", "extend") and isinstance(error, NeverFits):
+            totals.allocations["error"] -= 1
+            totals.allocations["never_fits"] += 1
+    for event in output.events:
+        if isinstance(event, Stored):
+            totals.num_published_blocks += len(event.hashes)
+        elif isinstance(event, Removed):
+            totals.num_evicted_blocks += len(event.hashes)
+
+
+def allocation_result(status: int, bound: int) -> str:
+    """The word for an item that got nothing."""
+    if status == Status.REFUSED:
+        return "state_not_ready" if bound == Bound.STATE_NOT_WRITTEN else "out_of_blocks"
+    if status == Status.NOT_TRIED:
+        return "no_budget" if bound == Bound.BUDGET else "not_tried"
+    return "hit_conflict" if status == Status.CONFLICT else "error"
+
+
+def is_unknown(error: object) -> bool:
+    """Whether an item failed because the pool does not know the sequence (any more)."""
+    return isinstance(error, UnknownSequence | HashesMissing)
+
+
+def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand) -> StepOutput:
+    items = command.items
+    first = StepInput(step=items.step, completed_step=items.completed_step, free=items.free)
+    freed = live.pool.step(slot, first)
+    drop_hashes(live, slot, command)
+    rest = replace(items, free=FreeColumns())
+    output = live.pool.step(slot, rest)
+    output.free_status = freed.free_status
+    output.events[:0] = [*freed.events, *live.pool.take_events()]
+    output.copies[:0] = freed.copies
+    output.zero_blocks[:0] = freed.zero_blocks
+    output.errors |= {key: error for key, error in freed.errors.items() if key[0] == "free"}
+    return output
+
+
+def drop_hashes(live: LivePool, slot: int, command: StepCommand) -> None:
+    """R10: hashes go, blocks stay."""
+    wanted = command.invalidate
+    live.pool.evict(wanted.block_ids)
+    first_tokens = wanted.first_tokens or [0] * len(wanted.sequence_ids)
+    for sequence_id, first in zip(wanted.sequence_ids, first_tokens, strict=True):
+        try:
+            tables = live.pool.tables(slot, sequence_id)
+        except UnknownSequence:
+            continue  # gone already: it has no hashes to drop
+        sizes = [group.block_size_tokens for group in live.config.groups]
+        blocks = [b for table, size in zip(tables, sizes, strict=True) for b in table[first // size :] if b]
+        live.pool.invalidate(slot, sequence_id, blocks)
+
+
+def _add_lookup_blocks(pool: Pool, slot: int, items: StepInput, answer: StepAnswer) -> None:
+    """For diagnosis: the blocks that a lookup found."""
+    columns, position = items.lookup, 0
+    for i, count in enumerate(columns.hash_counts):
+        hit = pool.lookup(
+            slot,
+            num_tokens=columns.num_tokens[i],
+            hashes=columns.hashes[position : position + count],
+            max_hit_tokens=columns.max_hit_tokens[i] if columns.max_hit_tokens else -1,
+        )
+        position += count
+        answer.lookup_counts += map(len, hit.blocks)
+        answer.lookup_blocks += [block for table in hit.blocks for block in table]

@@ -1,0 +1,1 @@
+"""One file per gRPC service: decode, call the node, encode. No decisions."""

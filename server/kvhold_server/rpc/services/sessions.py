@@ -1,0 +1,117 @@
+"""SessionService: opening, the KeepAlive stream that a session's life hangs on, closing, listing."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvhold.v1 import session_pb2 as pb
+from kvhold.v1 import session_pb2_grpc
+from kvhold_server.domain.errors import InvalidField
+from kvhold_server.domain.ids import PoolName
+from kvhold_server.node.node import Node
+from kvhold_server.rpc.pool_codec import duration
+from kvhold_server.sessions.lease import SessionState
+from kvhold_server.sessions.session import OpenRequest, Session
+
+STATES = {SessionState.LIVE: pb.SESSION_STATE_LIVE, SessionState.GRACE: pb.SESSION_STATE_GRACE}
+DEFAULT_TENANT = "default"
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See the proto."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
+        node = self._node
+        opened = node.open_session(_open_request(request, node.limits.max_name_length), request.resume_token)
+        session, terms = opened.session, node.sessions.terms
+        outcome = pb.OPEN_SESSION_OUTCOME_RESUMED if request.resume_token else pb.OPEN_SESSION_OUTCOME_OPENED
+        return pb.OpenSessionResponse(
+            boot_id=node.boot_id,
+            session_id=session.session_id,
+            epoch=session.epoch,
+            resume_token=opened.resume_token,
+            lease_ttl=duration(terms.lease_ttl_s),
+            grace_period=duration(terms.grace_s),
+            outcome=outcome,
+            last_step=session.steps.last_step,
+            last_part=session.steps.last_part,
+        )
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[pb.KeepAliveRequest], context: Any
+    ) -> AsyncIterator[pb.KeepAliveResponse]:
+        node = self._node
+        session_id, stream = "", None
+        try:
+            async for message in request_iterator:
+                if stream is None:
+                    session_id = message.session_id
+                    stream = node.attach_stream(session_id, message.epoch)
+                elif message.session_id != session_id:
+                    raise InvalidField("session_id", message.session_id[:8], "must be the stream's first one")
+                node.keep_alive(session_id, message.epoch, stream)
+                yield self._alive()
+        finally:
+            if stream is not None:
+                node.stream_broken(session_id, stream)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
+        closed = self._node.close_session(request.session_id, request.epoch, request.completed_step)
+        return pb.CloseSessionResponse(
+            boot_id=self._node.boot_id,
+            num_released_sequences=closed.num_sequences,
+            num_released_blocks=closed.num_blocks,
+        )
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
+        node = self._node
+        if request.pool:
+            node.pool(request.pool)
+        sessions = node.sessions.sessions(PoolName(request.pool) if request.pool else None)
+        return pb.ListSessionsResponse(boot_id=node.boot_id, sessions=[self._info(session) for session in sessions])
+
+    def _alive(self) -> pb.KeepAliveResponse:
+        node = self._node
+        response = pb.KeepAliveResponse(boot_id=node.boot_id, lease_ttl=duration(node.sessions.terms.lease_ttl_s))
+        if node.drain.is_draining:
+            response.draining = True
+            response.drain_deadline.CopyFrom(duration(node.drain_left_s))
+        return response
+
+    def _info(self, session: Session) -> pb.SessionInfo:
+        node = self._node
+        use = node.session_use(session)
+        return pb.SessionInfo(
+            short_id=session.short_id,
+            pool=session.pool,
+            client_name=session.request.client_name,
+            tenant=session.request.tenant,
+            state=STATES.get(session.state, pb.SESSION_STATE_QUARANTINED),
+            epoch=session.epoch,
+            num_sequences=use.num_sequences,
+            num_held_blocks=use.num_held_blocks,
+            num_quarantined_blocks=use.num_quarantined_blocks,
+            last_step=session.steps.last_step,
+            completed_step=session.steps.completed_step,
+            age=duration(node.now_s - session.opened_at_s),
+            grace_left=duration(node.sessions.grace_left_s(session, node.now_s)),
+            pid=session.request.pid,
+            quarantine_reason=node.sessions.quarantine_reason(session.session_id, node.now_s),
+        )
+
+
+def _open_request(request: pb.OpenSessionRequest, max_name_length: int) -> OpenRequest:
+    if len(request.client_name) > max_name_length:
+        rule = f"must have at most {max_name_length} characters"
+        raise InvalidField("client_name", f"{len(request.client_name)} characters", rule)
+    if request.pid < 0:
+        raise InvalidField("pid", request.pid, "must be 0..2147483647")
+    return OpenRequest(
+        pool=PoolName(request.pool),
+        client_name=request.client_name,
+        tenant=request.tenant or DEFAULT_TENANT,
+        request_id=request.request_id,
+        pid=request.pid,
+    )
