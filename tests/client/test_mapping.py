@@ -98,7 +98,10 @@ def test_torch_and_numpy_see_the_same_elements(shm: Shm, order: str) -> None:
     torch = pytest.importorskip("torch")
     layout = one_group_layout(order)
     _, export = shm.reserve(region_bytes(layout))
-    with map_region([export], layout, library="torch") as written, map_region([export], layout, library="numpy") as read:
+    with (
+        map_region([export], layout, library="torch") as written,
+        map_region([export], layout, library="numpy") as read,
+    ):
         for index, (layer, view) in enumerate(written.views.items()):
             assert view.dtype == torch.bfloat16
             assert view.shape == (5, 2, 4, 16)
