@@ -21,6 +21,7 @@ class ItemStatus(enum.IntEnum):
     STATE_NOT_READY = 8  # the state it hits is written by this very step: ask in the next one
     NEVER_FITS = 9  # fail the request
     QUOTA_EXCEEDED = 10
+    INVALID = 11  # a caller's bug; `StepReply.problems` says which
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,18 @@ class StepReply:
     copies: list["BlockCopy"] = field(default_factory=list)
     zero_block_ids: list[int] = field(default_factory=list)
     evicted_hashes: bytes = b""
+    problems: list["ItemProblem"] = field(default_factory=list)
     counts: PoolCounts = field(default_factory=PoolCounts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemProblem:
+    """Why one item failed for a reason of its own."""
+
+    part: str  # free, extend, admit, …
+    index: int
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
+from kvhold_client.errors import InvalidRequest
 from kvhold_client.results import BlockCopy, ItemStatus, PoolCounts, StepReply
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
@@ -33,7 +34,9 @@ from kvhold_client.step import StepBuilder
 
 _OK = int(ItemStatus.OK)
 _UNKNOWN = int(ItemStatus.UNKNOWN_SEQUENCE)
-_NEVER_FITS = int(ItemStatus.NEVER_FITS)
+_HOPELESS = frozenset({int(ItemStatus.NEVER_FITS), int(ItemStatus.INVALID), int(ItemStatus.SEQUENCE_EXISTS)})
+# Problems that an item's status says already, and that a caller can live with.
+_EXPECTED = frozenset({"NEVER_FITS", "UNKNOWN_SEQUENCE", "HASHES_MISSING"})
 # The daemon keeps the hashes of a waiting sequence that it looked at and refused, not of those that it did not reach.
 _REMEMBERED = frozenset(
     int(status)
@@ -44,6 +47,11 @@ _REMEMBERED = frozenset(
         ItemStatus.QUOTA_EXCEEDED,
     )
 )
+
+
+def _caller_bug(reply: StepReply) -> InvalidRequest:
+    texts = "; ".join(f"{p.part}[{p.index}]: {p.reason}: {p.message}" for p in reply.problems)
+    return InvalidRequest(texts, reason=reply.problems[0].reason, metadata={"part": reply.problems[0].part})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +162,10 @@ class SequenceTable:
 
     def admit(self, sequence: Sequence, *, num_tokens: int, **options: Any) -> None:
         """Queues a waiting sequence; options are the optional columns of AdmitItems. Its hashes travel once."""
-        hashes, num_hashes = self._unsent(sequence)
+        hashes: bytes | bytearray = b""
+        num_hashes = 0
+        if sequence.num_hashes > sequence.num_hashes_sent:  # a waiting sequence's hashes replace what is remembered
+            hashes, num_hashes = sequence.hashes, sequence.num_hashes
         self._builder.admit_items.append((sequence.sequence_id, num_tokens, num_hashes), hashes, options)
         self._admitting.append(sequence)
         self._admit_hashes.append(sequence.num_hashes)
@@ -167,9 +178,10 @@ class SequenceTable:
         del self.sequences[sequence.sequence_id]
 
     def preempt(self, sequence: Sequence, *, computed_tokens: int = 0, fence_own: bool = False) -> None:
-        """Queues the release of a sequence that will be admitted again; the daemon remembers its hashes."""
+        """Queues the release of a sequence that will be admitted again, with all its hashes."""
         self._let_go(sequence, computed_tokens, fence_own, preempted=True)
         sequence.state = SequenceState.WAITING
+        sequence.num_hashes_sent = 0
 
     def ask_again(self, outcome: StepOutcome) -> None:
         """Queues the refused extends of an outcome again, without those that were preempted or finished since."""
@@ -226,7 +238,10 @@ class SequenceTable:
 
     # ---------------------------------------------------------------------------------------------- applying
     def apply(self, reply: StepReply) -> StepOutcome:
-        """Takes an answer into the mirror and empties the queue. Changes sequences; returns what changed."""
+        """Takes an answer into the mirror and empties the queue. Changes sequences; returns what changed.
+
+        Raises InvalidRequest for items that contradict themselves: a bug of the caller. The rest is applied even then.
+        """
         outcome = StepOutcome(sent=True, copies=reply.copies, zero_block_ids=reply.zero_block_ids, counts=reply.counts)
         if self._extending:
             self._apply_extends(reply, outcome)
@@ -237,6 +252,8 @@ class SequenceTable:
         self._admitting.clear()
         self._admit_hashes.clear()
         self._reported_step, self._reported_completed = self.step, self.completed_step
+        if any(problem.reason not in _EXPECTED for problem in reply.problems):
+            raise _caller_bug(reply)
         return outcome
 
     def _apply_extends(self, reply: StepReply, outcome: StepOutcome) -> None:
@@ -266,7 +283,7 @@ class SequenceTable:
             self._lose(sequence)
             outcome.lost.append(sequence)
             return
-        if status == _NEVER_FITS:
+        if status in _HOPELESS:
             outcome.impossible.append(sequence)
             return
         processed = columns.required["processed_tokens"][i]
@@ -307,7 +324,7 @@ class SequenceTable:
             sequence.num_hashes_sent, sequence.is_known = 0, False
         elif status in _REMEMBERED:
             sequence.num_hashes_sent, sequence.is_known = num_hashes, True
-        if status == _NEVER_FITS:
+        if status in _HOPELESS:
             outcome.impossible.append(sequence)
             return
         if outcome.admit_refusal is None:

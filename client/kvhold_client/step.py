@@ -10,7 +10,7 @@ item. One builder is reused from step to step. An optional column stays out of t
 from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.results import BlockCopy, PoolCounts, StepReply
+from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts, StepReply
 
 # What an absent entry of an optional column means, where it is not 0 or false.
 _DEFAULTS = {"expect_hit_tokens": -1}
@@ -188,5 +188,9 @@ def decode_step(message: pb.StepResponse) -> StepReply:
         ],
         zero_block_ids=list(message.zero_block_ids),
         evicted_hashes=message.evicted_hashes,
+        problems=[
+            ItemProblem(part=problem.part, index=problem.index, reason=problem.reason, message=problem.message)
+            for problem in message.problems
+        ],
         counts=decode_counts(message.counts),
     )

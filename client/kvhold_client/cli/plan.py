@@ -1,0 +1,104 @@
+"""`kvhold plan`: what a model would get, before anything is allocated.
+
+    kvhold plan request.json                          a PlanRequest as JSON (the contract's own names)
+    kvhold plan --model llama-3.1-8b --memory 40GiB   a model that is known here
+
+A daemon plans; if none is named and none listens where one is expected, a temporary one does.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from kvhold.v1 import plan_pb2
+from kvhold_client.cli.console import Console
+from kvhold_client.cli.exits import OK, UsageError
+from kvhold_client.cli.plan_tables import print_plan
+from kvhold_client.cli.units import parse_bytes
+from kvhold_client.client import Client
+from kvhold_client.local_daemon import LocalDaemon
+from kvhold_client.models import GIB, MODELS, model_plan_request
+from kvhold_client.plan import Plan
+
+MAX_FILE_BYTES = 32 * 1024 * 1024
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+STRATEGIES = ("modern", "legacy", "compact")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A file or a model, and what to change about it."""
+    parser.add_argument("request", nargs="?", type=Path, metavar="FILE", help="PlanRequest as JSON")
+    parser.add_argument("--model", choices=sorted(MODELS), help="a known model instead of a file")
+    parser.add_argument("--memory", type=parse_bytes, default=40 * GIB, metavar="SIZE", help="per rank (default 40GiB)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="of a block (default 16)")
+    parser.add_argument("--max-model-len", type=int, default=0, metavar="TOKENS", help="default: the model's")
+    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests at once (default 256)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="LBNHC", help="order of the axes (default LBNHC)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="modern", help="the planner (default modern)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    parser.add_argument("--auto-fit", action="store_true", help="shorten the longest request to what fits")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the first of a kind")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Plans and shows."""
+    title, request = plan_source(args)
+    plan = plan_somewhere(request, args)
+    if args.output == "json":
+        console.json(plan)
+    else:
+        print_plan(console, title, plan, all_tensors=args.tensors)
+    return OK
+
+
+def plan_source(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
+    """Title and request from whichever source was named. Raises UsageError unless exactly one was."""
+    given = [source for name, source in SOURCES.items() if getattr(args, name)]
+    if len(given) != 1:
+        raise UsageError(f"name one of: {', '.join(SOURCES)}; `kvhold plan --help` explains")
+    return given[0](args)
+
+
+def _from_file(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
+    path: Path = args.request
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: larger than {MAX_FILE_BYTES} bytes, the bound of one message")
+        request = json_format.Parse(path.read_text(), plan_pb2.PlanRequest())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a PlanRequest in JSON: {error}") from None
+    return path.stem, request
+
+
+def _from_model(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
+    return MODELS[args.model].title, model_plan_request(
+        args.model,
+        memory_bytes=args.memory,
+        block_size_tokens=args.block_size,
+        max_model_len_tokens=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        layout=args.layout,
+        strategy=args.strategy,
+        num_ranks=args.ranks,
+        auto_fit=args.auto_fit,
+    )
+
+
+# A further source is a flag in `add_arguments` and a line here.
+SOURCES: dict[str, Callable[[argparse.Namespace], tuple[str, plan_pb2.PlanRequest]]] = {
+    "request": _from_file,
+    "model": _from_model,
+}
+
+
+def plan_somewhere(request: plan_pb2.PlanRequest, args: argparse.Namespace) -> Plan:
+    """By the daemon that is named or there, else by a temporary one."""
+    if args.target_given or Path(args.target.removeprefix("unix:")).exists():
+        with Client(args.target, timeout_s=args.timeout) as client:
+            return client.plan(request)
+    with LocalDaemon("--backend", "fake") as daemon, Client(daemon.target, timeout_s=args.timeout) as client:
+        return client.plan(request)
