@@ -124,8 +124,8 @@ class FreeItems(_message.Message):
 
     @_builtins.property
     def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """True: the sequence was preempted and will be admitted again; its hashes are remembered for the re-ask and its hits
-        are then counted apart. Absent: false (finished or aborted).
+        """True: the sequence was preempted and will be admitted again, with all its hashes; its hits are then counted apart.
+        Absent: false (finished or aborted).
         """
 
     @_builtins.property
@@ -297,8 +297,9 @@ class AdmitItems(_message.Message):
 
     @_builtins.property
     def num_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of digests in `hashes`. A sequence that was refused or preempted before may be asked for with 0: the daemon
-        remembers its hashes (R19), a bounded number of them; else UNKNOWN_SEQUENCE. Absent: none for all.
+        """Number of digests in `hashes`, from the first unit on. 0 where there could be some: those that came with an earlier
+        ask, which the daemon remembers until the sequence is admitted (R19; a bounded number of sequences); UNKNOWN_SEQUENCE
+        if it does not, and never with `skip_lookup` or without prefix caching. Absent: 0 for all.
         """
 
     @_builtins.property

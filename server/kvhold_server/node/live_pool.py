@@ -60,7 +60,6 @@ class LivePool:
     identity: PoolIdentity
     config: PoolConfig
     pool: Pool
-    observer_slot: int  # asks without being anybody: sees what every session sees
     regions: tuple[Region, ...]
     opened_at_s: float
     recovery: RecoveryReport

@@ -156,14 +156,12 @@ class Node:
         command = opening.command
         recovery = RecoveryReport(outcome="fresh", reason="NEW_POOL", duration_s=self.now_s - opening.begun_at_s)
         try:
-            pool = Pool(opening.config)
             live = LivePool(
                 name=command.name,
                 plan=command.plan,
                 identity=command.identity,
                 config=opening.config,
-                pool=pool,
-                observer_slot=pool.open_session(),
+                pool=Pool(opening.config),
                 regions=regions,
                 opened_at_s=self.now_s,
                 recovery=recovery,
@@ -320,7 +318,7 @@ class Node:
     # ------------------------------------------------------------------ blocks
     def step(self, session: Session, command: StepCommand) -> StepAnswer:
         """Applies one step of a fenced session. Raises StepOutOfOrder, TooManyOpenSteps."""
-        return apply_step(self.pools[session.pool], session, command)
+        return apply_step(self.pools[session.pool], session, command, self.now_s)
 
     # ------------------------------------------------------------------- drain
     def begin_drain(self, deadline_s: float) -> None:

@@ -21,7 +21,7 @@ from kvhold_server.sessions.session import Session
 MAX_REMEMBERED_PREEMPTIONS = 65_536
 
 
-def apply_step(live: LivePool, session: Session, command: StepCommand) -> StepAnswer:
+def apply_step(live: LivePool, session: Session, command: StepCommand, now_s: float) -> StepAnswer:
     """Raises StepOutOfOrder, TooManyOpenSteps; then nothing was applied."""
     items = command.items
     stored = session.steps.begin(items.step, command.part, items.completed_step)
@@ -30,9 +30,9 @@ def apply_step(live: LivePool, session: Session, command: StepCommand) -> StepAn
         return replace(stored, replayed=True)
     remember_preempted(live, session.slot, command)
     if command.invalidate:
-        output = _step_around_invalidation(live, session.slot, command)
+        output = _step_around_invalidation(live, session.slot, command, now_s)
     else:
-        output = live.pool.step(session.slot, items)
+        output = live.pool.step(session.slot, items, now_s=now_s)
     count_step(live.totals, output)
     answer = StepAnswer(
         output=output,
@@ -105,14 +105,14 @@ def is_unknown(error: object) -> bool:
     return isinstance(error, UnknownSequence | HashesMissing)
 
 
-def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand) -> StepOutput:
+def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand, now_s: float) -> StepOutput:
     items = command.items
     first = StepInput(step=items.step, completed_step=items.completed_step, free=items.free)
-    freed = live.pool.step(slot, first)
+    freed = live.pool.step(slot, first, now_s=now_s)
     drop_hashes(live, slot, command)
     rest = replace(items, free=FreeColumns())
-    output = live.pool.step(slot, rest)
-    output.free_status = freed.free_status
+    output = live.pool.step(slot, rest, now_s=now_s)
+    output.free_status, output.free_counts = freed.free_status, freed.free_counts
     output.events[:0] = [*freed.events, *live.pool.take_events()]
     output.copies[:0] = freed.copies
     output.zero_blocks[:0] = freed.zero_blocks

@@ -162,6 +162,7 @@ def wire_shape(live: LivePool) -> WireShape:
         hash_size_bytes=live.identity.options.hash_size_bytes,
         hash_unit_tokens=live.config.hash_unit_tokens,
         num_blocks=live.config.num_blocks,
+        enable_caching=live.config.enable_caching,
     )
 
 

@@ -15,6 +15,7 @@ from kvhold_server.pool.values import Bound, Counts, Status, StepOutput
 
 OK = pb.ITEM_STATUS_OK
 MAX_PROBLEMS = 100
+FAILED = (Status.REFUSED, Status.CONFLICT, Status.ERROR)
 NOT_TRIED = pb.ITEM_STATUS_NOT_TRIED
 
 # Of an item that failed with an error of its own: which status the error is.
@@ -56,7 +57,7 @@ def fill_extend(message: pb.ExtendResults, num_items: int, answer: StepAnswer) -
     out = answer.output
     statuses = out.extend_status
     if any(statuses):
-        statuses = [item_status("extend", i, status, 0, answer) for i, status in enumerate(statuses)]
+        statuses = [item_status("extend", i, status, 0, NOT_TRIED, answer) for i, status in enumerate(statuses)]
     else:
         statuses = [OK] * len(statuses)
     missing = num_items - len(statuses)
@@ -73,8 +74,9 @@ def fill_admit(message: pb.AdmitResults, num_items: int, answer: StepAnswer) -> 
     tried = zip(out.admit_status, out.admit_bound, strict=True)
     missing = num_items - len(out.admit_status)
     zeros = [0] * missing
-    statuses = [item_status("admit", i, status, bound, answer) for i, (status, bound) in enumerate(tried)]
-    message.statuses.extend(statuses + [_rest_status(out)] * missing)
+    rest = _rest_status(out) if missing or any(out.admit_status) else OK
+    statuses = [item_status("admit", i, status, bound, rest, answer) for i, (status, bound) in enumerate(tried)]
+    message.statuses.extend(statuses + [rest] * missing)
     message.hit_tokens.extend(out.admit_hit_tokens + zeros)
     message.granted_tokens.extend(out.admit_new_tokens + zeros)
     message.shared_prefix_boundary_tokens.extend(out.admit_boundary_tokens + zeros)
@@ -118,7 +120,7 @@ def fill_counts(message: pb.PoolCounts, counts: Counts, num_available_blocks: in
     message.num_available_blocks = num_available_blocks
 
 
-def item_status(part: str, index: int, status: int, bound: int, answer: StepAnswer) -> int:
+def item_status(part: str, index: int, status: int, bound: int, untried: int, answer: StepAnswer) -> int:
     """The wire's status of one tried item."""
     if status == Status.OK:
         return OK
@@ -127,7 +129,7 @@ def item_status(part: str, index: int, status: int, bound: int, answer: StepAnsw
             return pb.ITEM_STATUS_STATE_NOT_READY
         return pb.ITEM_STATUS_QUOTA_EXCEEDED if answer.quota_limited else pb.ITEM_STATUS_OUT_OF_BLOCKS
     if status == Status.NOT_TRIED:
-        return pb.ITEM_STATUS_NO_BUDGET if bound == Bound.BUDGET else NOT_TRIED
+        return pb.ITEM_STATUS_NO_BUDGET if bound == Bound.BUDGET else untried
     if status == Status.CONFLICT:
         return pb.ITEM_STATUS_HIT_CONFLICT
     error = answer.output.errors.get((part, index))
@@ -136,5 +138,5 @@ def item_status(part: str, index: int, status: int, bound: int, answer: StepAnsw
 
 def _rest_status(out: StepOutput) -> int:
     """Of admits that were not looked at: an item before them was refused, or the budget was used up."""
-    refused = any(out.extend_status) or any(out.admit_status)
+    refused = any(out.extend_status) or any(status in FAILED for status in out.admit_status)
     return NOT_TRIED if refused else pb.ITEM_STATUS_NO_BUDGET

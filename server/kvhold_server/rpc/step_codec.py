@@ -38,6 +38,7 @@ class WireShape:
     hash_size_bytes: int
     hash_unit_tokens: int
     num_blocks: int
+    enable_caching: bool
 
 
 def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits) -> StepCommand:
@@ -135,12 +136,17 @@ def _admit(m: pb.AdmitItems, shape: WireShape, limits: ServiceLimits) -> AdmitCo
     if m.token_budget < 0:
         raise InvalidField("admit.token_budget", m.token_budget, f"must be 0..{MAX_INT32}")
     counts = column("admit.num_hashes", m.num_hashes, n)
+    num_tokens = column("admit.num_tokens", m.num_tokens, n, low=1, required=True)
+    skip_lookup = column("admit.skip_lookup", m.skip_lookup, n)
+    hashes = cut_hashes("admit", counts, m.hashes, shape)
+    if shape.enable_caching and not all(counts):
+        counts = _as_remembered(counts or [0] * n, num_tokens, skip_lookup or [False] * n, shape)
     return AdmitColumns(
         sequence_ids=ids,
-        num_tokens=column("admit.num_tokens", m.num_tokens, n, low=1, required=True),
+        num_tokens=num_tokens,
         num_prompt_tokens=column("admit.num_prompt_tokens", m.num_prompt_tokens, n),
         hash_counts=counts,
-        hashes=cut_hashes("admit", counts, m.hashes, shape),
+        hashes=hashes,
         max_hit_tokens=_zero_is("admit.max_hit_tokens", m.max_hit_tokens, n, -1),
         max_new_tokens=_zero_is("admit.max_new_tokens", m.max_new_tokens, n, -1),
         budget_overhead=column("admit.budget_overhead_tokens", m.budget_overhead_tokens, n),
@@ -152,9 +158,17 @@ def _admit(m: pb.AdmitItems, shape: WireShape, limits: ServiceLimits) -> AdmitCo
         watermark_blocks=column("admit.watermark_blocks", m.watermark_blocks, n),
         reserved_blocks=column("admit.reserved_blocks", m.reserved_blocks, n),
         defer_publish=column("admit.defer_publish", m.defer_publish, n),
-        skip_lookup=column("admit.skip_lookup", m.skip_lookup, n),
+        skip_lookup=skip_lookup,
         expect_hit_tokens=column("admit.expect_hit_tokens", m.expect_hit_tokens, n, low=-1),
     )
+
+
+def _as_remembered(
+    counts: list[int], num_tokens: list[int], skip_lookup: list[bool], shape: WireShape
+) -> list[int]:
+    """No hashes where there could be some: the daemon is to use those that were sent before (R19), which is -1."""
+    rows = zip(counts, num_tokens, skip_lookup, strict=True)
+    return [c or (0 if skip or tokens < shape.hash_unit_tokens else -1) for c, tokens, skip in rows]
 
 
 def decode_lookup(m: pb.LookupItems, shape: WireShape, limits: ServiceLimits) -> LookupColumns:

@@ -20,6 +20,8 @@ from kvhold_server.rpc.step_answers import (
 )
 from kvhold_server.rpc.step_codec import decode_lookup, decode_step
 
+OBSERVER = 0  # sees what every session sees
+
 
 class BlockService(block_pb2_grpc.BlockServiceServicer):
     """See the proto."""
@@ -100,7 +102,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             live, slot = node.pools[session.pool], session.slot
         else:
             live = node.pool(request.pool)
-            slot = live.observer_slot
+            slot = OBSERVER
         columns = decode_lookup(request.lookup, wire_shape(live), node.limits)
         response = pb.LookupResponse(boot_id=node.boot_id)
         _look_up(live.pool, slot, columns, response.lookup, request.lookup.include_block_ids)
