@@ -77,9 +77,12 @@ class PoolConfig:
     use_eagle: bool = False  # True and no group flagged: all groups are eagle groups
     num_prefill_lookahead_tokens: int = 0  # of a multi-module drafter
     retention_interval_tokens: int | None = None  # None: windows and states keep everything; 0: reachable ends only
+    num_retained_boundary_units: int = 1  # with a retention interval: hit ends kept below each reachable one
     keep_shared_prefix_checkpoints: bool = False  # states at junctions are registered when they are not block aligned
     num_reserved_low_blocks: int = 0  # ids 1..n are never allocated: an engine's warm-up writes to them
+    needs_zeroing: bool = False  # report new blocks for zeroing (always done where there are state groups)
     report_events: bool = True  # collect stored/removed/cleared in replies
+    report_completed: bool = False  # list the blocks that a completed step proved, for recovery records
     num_ghost_hashes: int = 65_536  # evicted hashes remembered, to tell "evicted" from "never seen"
     max_open_steps: int = 1_024  # steps of one session that are begun and not yet completed
     max_remembered_refusals: int = 1_024  # sequences per session whose hashes are kept until they are asked for again

@@ -1,7 +1,7 @@
 """Values that go in and out of the pool: columns of a step, results, events, counts.
 
-A step's items are columns (parallel lists), not objects: at hundreds of items per step an object each would cost more than
-the work on it. An *optional* column may be empty, which means its default for every item. Lists inside one column set
+A step's items are columns (parallel lists), not objects: at hundreds of items per step an object each would cost more
+than the work on it. An *optional* column may be empty, which means its default for every item. Lists inside one column set
 have equal length otherwise. Hashes of all items are one flat list, cut by `hash_counts`.
 
     sequence_ids   [ 7,  9]
@@ -41,7 +41,7 @@ class Bound(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class FreeColumns:
-    """Sequences whose blocks are given back, deepest first. A waiting (refused) sequence is forgotten. Preempting = this."""
+    """Sequences whose blocks are given back, deepest first. A refused sequence is forgotten. Preempting = this."""
 
     sequence_ids: list[int] = field(default_factory=list)
     computed_tokens: list[int] = field(default_factory=list)  # optional, 0: publish nothing more
@@ -174,6 +174,16 @@ class Cleared:
 Event: TypeAlias = "Stored | Removed | Cleared"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """Blocks whose bytes are now proven: what a recovery record may say. Parallel lists."""
+
+    groups: list[int]
+    blocks: list[int]
+    hashes: list[bytes]
+    key_tokens: list[int]  # length of the prefix that the hash stands for
+
+
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
     """Answers in the order of the input's items; `Ext` = tried extends, `Adm` = tried admits, G = number of groups.
@@ -182,6 +192,7 @@ class StepOutput:
     """
 
     free_status: list[int] = field(default_factory=list)
+    free_counts: list[int] = field(default_factory=list)  # blocks that nobody holds any more
     extend_status: list[int] = field(default_factory=list)
     extend_counts: list[int] = field(default_factory=list)  # new table entries per item and group
     extend_blocks: list[int] = field(default_factory=list)  # their ids; state groups may list null and moved ids
@@ -196,6 +207,7 @@ class StepOutput:
     admit_blocks: list[int] = field(default_factory=list)
     lookup_hit_tokens: list[int] = field(default_factory=list)
     lookup_boundary_tokens: list[int] = field(default_factory=list)
+    completed: Completed | None = None  # what `completed_step` proved, if recovery records are wanted
     copies: list[Copy] = field(default_factory=list)
     zero_blocks: list[int] = field(default_factory=list)  # clear before use
     hand_offs: list[HandOff] = field(default_factory=list)
@@ -258,16 +270,6 @@ class Counts:
         return self.free + self.cached
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
-    """Blocks whose bytes are now proven: what a recovery record may say. Parallel lists."""
-
-    groups: list[int]
-    blocks: list[int]
-    hashes: list[bytes]
-    key_tokens: list[int]  # length of the prefix that the hash stands for
-
-
 @dataclass(slots=True, kw_only=True)
 class PrefixStatistics:
     """Tokens asked for at admission; the parts sum to `query_tokens`. Resumed sequences are counted apart."""
@@ -278,9 +280,11 @@ class PrefixStatistics:
     hit_shared_tokens: int = 0  # published by another one
     miss_never_seen_tokens: int = 0
     miss_evicted_tokens: int = 0
+    miss_evicted_by_age_tokens: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # see attribution.py
     miss_rule_tokens: int = 0  # window or state not kept, partial block, alignment, last token, caps
-    miss_other_tokens: int = 0  # seen, but provisional of another session, or held in another group only
-    miss_skipped_tokens: int = 0  # the request asked not to read the cache
+    miss_other_tokens: int = 0  # seen, but provisional of another session
+    skipped_requests: int = 0  # asked not to read the cache; not in the sum
+    skipped_query_tokens: int = 0
     resumed_requests: int = 0
     resumed_query_tokens: int = 0
     resumed_hit_tokens: int = 0

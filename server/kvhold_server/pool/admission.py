@@ -1,0 +1,231 @@
+"""Admitting a waiting sequence: look up, count, then either take everything or change nothing (§12).
+
+1 hit        longest prefix that this session may see, at most num_tokens - 1 (the last token yields the logits)
+2 grant      min(what is left to compute, the item's cap, the budget), rounded down to its alignment
+3 gate       optional: would the whole sequence fit?
+4 count      new blocks + hits that are free now (they are about to leave the free list) + watermark <= free - reserved?
+5 apply      all groups hold their hits; then all take blocks for external tokens; then each draws its new blocks.
+             In this order, because a group's new blocks may be what another group hit.
+6 publish    full blocks, under their hashes, provisional
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.pool.attribution import Attribution
+from kvhold_server.pool.blocks import BlockStore
+from kvhold_server.pool.errors import BadCount, HashesMissing, NeverFits, SequenceExists
+from kvhold_server.pool.groups import Groups, HitResult
+from kvhold_server.pool.sequence import Sequence
+from kvhold_server.pool.session import PoolSession
+from kvhold_server.pool.turn import Turn
+from kvhold_server.pool.values import Admitted, Bound, Status
+
+
+@dataclass(slots=True, kw_only=True)
+class AdmitItem:
+    """One row of AdmitColumns; see there."""
+
+    sequence_id: int
+    num_tokens: int
+    num_prompt_tokens: int
+    hashes: list[bytes] | None
+    max_hit_tokens: int = -1
+    max_new_tokens: int = -1
+    budget_overhead: int = 0
+    alignment: int = 1
+    num_lookahead_tokens: int = 0
+    num_external_tokens: int = 0
+    num_encoder_tokens: int = 0
+    full_sequence_must_fit: bool = False
+    watermark_blocks: int = 0
+    reserved_blocks: int = 0
+    defer_publish: bool = False
+    skip_lookup: bool = False
+    is_resumed: bool = False
+    expect_hit_tokens: int = -1
+
+
+class Admission:
+    """Step 1 to 6 for one pool."""
+
+    def __init__(self, config: PoolConfig, store: BlockStore, groups: Groups) -> None:
+        self.config = config
+        self.store = store
+        self.groups = groups
+        self.attribution = Attribution(store, groups)
+
+    def admit(self, turn: Turn, item: AdmitItem, token_budget: int) -> Admitted:
+        """All or nothing. Raises SequenceExists, BadCount, HashesMissing, NeverFits."""
+        owner = turn.owner
+        sequence = self.waiting_sequence(owner, item.sequence_id, item.hashes)
+        self._check(item, sequence)
+        sequence.num_prompt_tokens = item.num_prompt_tokens
+        hit = self._look_up(turn, item, sequence)
+        sequence.boundary_tokens = hit.boundary_tokens
+        if item.expect_hit_tokens not in (-1, hit.tokens):
+            return self._refuse(owner, sequence, hit, Bound.HIT_CHANGED, Status.CONFLICT)
+        new, bound = self._grant(item, hit.tokens, token_budget)
+        if new <= 0 and not hit.tokens and not item.num_external_tokens:
+            return self._refuse(owner, sequence, hit, bound, Status.NOT_TRIED)
+        if new <= 0 and bound is Bound.BUDGET:
+            return self._refuse(owner, sequence, hit, bound, Status.NOT_TRIED)
+        total = min(hit.tokens + item.num_external_tokens, self.config.max_model_len)
+        main = total + new
+        slots = min(main + item.num_lookahead_tokens, self.config.max_model_len)
+        refusal = self._what_hinders(turn, item, hit, total, slots, main)
+        if refusal is not Bound.NONE:
+            self._check_can_ever_fit(item)
+            return self._refuse(owner, sequence, hit, refusal, Status.REFUSED)
+        return self._apply(turn, item, sequence, hit, total, slots, main, new, bound)
+
+    def waiting_sequence(self, owner: PoolSession, sequence_id: int, hashes: list[bytes] | None) -> Sequence:
+        """The sequence as far as it is known; hashes sent now replace what was remembered."""
+        if sequence_id in owner.sequences:
+            raise SequenceExists(sequence_id)
+        known = owner.refused.get(sequence_id)
+        if hashes is None:
+            if known is None:
+                raise HashesMissing(sequence_id, 0, 1)
+            return known
+        sequence = Sequence(sequence_id, len(self.groups.policies))
+        sequence.hashes = hashes
+        return sequence
+
+    def _check(self, item: AdmitItem, sequence: Sequence) -> None:
+        top = self.config.max_model_len
+        for name in ("num_tokens", "num_prompt_tokens"):
+            value = getattr(item, name)
+            if not 1 <= value <= 2**31 - 1:
+                raise BadCount(name, value, "must be 1..2147483647")
+        for name in (
+            "budget_overhead",
+            "num_lookahead_tokens",
+            "num_encoder_tokens",
+            "watermark_blocks",
+            "reserved_blocks",
+        ):
+            value = getattr(item, name)
+            if not 0 <= value <= 2**31 - 1:
+                raise BadCount(name, value, "must be 0..2147483647")
+        if item.alignment < 1:
+            raise BadCount("alignment", item.alignment, "must be at least 1")
+        if not 0 <= item.num_external_tokens <= item.num_tokens:
+            raise BadCount("num_external_tokens", item.num_external_tokens, f"must be 0..num_tokens, {item.num_tokens}")
+        if item.expect_hit_tokens > top:
+            raise BadCount("expect_hit_tokens", item.expect_hit_tokens, f"must not exceed max_model_len, {top}")
+        num_units = item.num_tokens // self.config.hash_unit_tokens
+        if len(sequence.hashes) > num_units:
+            raise BadCount(
+                "hash_counts", len(sequence.hashes), f"{item.num_tokens} tokens have {num_units} whole units"
+            )
+
+    def _look_up(self, turn: Turn, item: AdmitItem, sequence: Sequence) -> HitResult:
+        if not self.config.enable_caching or item.skip_lookup:
+            return HitResult(0, [[] for _ in self.groups.policies])
+        return self.groups.lookup(sequence, turn.session, hit_limit(item.num_tokens, item.max_hit_tokens))
+
+    @staticmethod
+    def _grant(item: AdmitItem, hit_tokens: int, token_budget: int) -> tuple[int, Bound]:
+        """Tokens to compute now, and what keeps it from being more."""
+        start = hit_tokens + item.num_external_tokens
+        new, bound = item.num_tokens - start, Bound.NONE
+        if 0 <= item.max_new_tokens < new:
+            new, bound = item.max_new_tokens, Bound.MAX_NEW
+        if token_budget - item.budget_overhead < new:
+            new, bound = token_budget - item.budget_overhead, Bound.BUDGET
+        if bound is not Bound.NONE and item.alignment > 1 and (start + new) % item.alignment:
+            new = (start + new) // item.alignment * item.alignment - start
+            bound = Bound.ALIGNMENT if new > 0 else bound
+        return max(new, 0), bound
+
+    def _what_hinders(self, turn: Turn, item: AdmitItem, hit: HitResult, total: int, slots: int, main: int) -> Bound:
+        available = self.store.available(turn.session)
+        if item.full_sequence_must_fit:
+            whole = min(item.num_tokens, self.config.max_model_len)
+            if self._need(item, hit, total, whole, whole, capped=True) + item.watermark_blocks > available:
+                return Bound.FULL_SEQUENCE
+        if turn.gained and any(row and row[-1] in turn.gained for row in hit.blocks):
+            return Bound.STATE_NOT_WRITTEN
+        need = self._need(item, hit, total, slots, main, capped=False)
+        if need + item.watermark_blocks > available - item.reserved_blocks:
+            return Bound.BLOCKS
+        return Bound.NONE
+
+    def _need(self, item: AdmitItem, hit: HitResult, total: int, slots: int, main: int, *, capped: bool) -> int:
+        need = 0
+        for policy, row in zip(self.groups.policies, hit.blocks, strict=True):
+            if policy.covers_encoder:
+                need += policy.need_admission(row, 0, 0, item.num_encoder_tokens, 0, capped)
+            else:
+                need += policy.need_admission(row, hit.tokens, total, slots, main, capped)
+        return need
+
+    def _check_can_ever_fit(self, item: AdmitItem) -> None:
+        whole = min(item.num_tokens, self.config.max_model_len)
+        nothing = HitResult(0, [[] for _ in self.groups.policies])
+        needed = self._need(item, nothing, 0, whole, whole, capped=True)
+        usable = self.config.num_blocks - 1 - self.config.num_reserved_low_blocks
+        if needed > usable:
+            raise NeverFits(item.sequence_id, needed, usable)
+
+    def _refuse(self, owner: PoolSession, sequence: Sequence, hit: HitResult, bound: Bound, status: Status) -> Admitted:
+        self.remember(owner, sequence)
+        return Admitted(status=status, bound=bound, hit_tokens=hit.tokens, boundary_tokens=hit.boundary_tokens)
+
+    def remember(self, owner: PoolSession, sequence: Sequence) -> None:
+        """Keeps the hashes of a sequence that will be asked for again by its id (R19). The oldest are forgotten."""
+        refused = owner.refused
+        refused.pop(sequence.sequence_id, None)
+        refused[sequence.sequence_id] = sequence
+        if len(refused) > self.config.max_remembered_refusals:
+            del refused[next(iter(refused))]
+
+    def _apply(
+        self,
+        turn: Turn,
+        item: AdmitItem,
+        sequence: Sequence,
+        hit: HitResult,
+        total: int,
+        slots: int,
+        main: int,
+        new: int,
+        bound: Bound,
+    ) -> Admitted:
+        owner = turn.owner
+        own_tokens = self.attribution.record(owner, item, sequence, hit)
+        owner.refused.pop(item.sequence_id, None)
+        owner.sequences[item.sequence_id] = sequence
+        policies = self.groups.policies
+        if item.num_external_tokens or any(hit.blocks):
+            for policy, row in zip(policies, hit.blocks, strict=True):
+                policy.adopt(sequence, row, hit.tokens, total)
+            if item.num_external_tokens:
+                for policy in policies:
+                    policy.take_external(sequence, total, turn)
+        hit_counts = [len(row) for row in hit.blocks]
+        new_blocks = [
+            policy.grow(sequence, item.num_encoder_tokens if policy.covers_encoder else slots, main, total, turn)
+            for policy in policies
+        ]
+        if self.config.enable_caching and not item.defer_publish:
+            self.groups.publish(sequence, min(main, item.num_tokens), turn)
+        return Admitted(
+            status=Status.OK,
+            bound=bound,
+            hit_tokens=hit.tokens,
+            own_hit_tokens=own_tokens,
+            new_tokens=new,
+            boundary_tokens=hit.boundary_tokens,
+            tables=[table.copy() for table in sequence.tables],
+            hit_counts=hit_counts,
+            new_blocks=new_blocks,
+        )
+
+
+def hit_limit(num_tokens: int, max_hit_tokens: int) -> int:
+    """At most num_tokens - 1: the last token must be computed to get the next one."""
+    return num_tokens - 1 if max_hit_tokens < 0 else min(num_tokens - 1, max_hit_tokens)

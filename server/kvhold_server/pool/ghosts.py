@@ -1,0 +1,34 @@
+"""Hashes that were evicted lately: tells a miss by eviction from a prefix that was never seen. Bounded.
+
+Two generations: when the young one is full it becomes the old one, and the old one is dropped. So between one and two times
+`capacity` of the latest evictions are remembered, at the price of one dict store each.
+"""
+
+
+class Ghosts:
+    """Evicted hash → when, counted in evictions."""
+
+    __slots__ = ("_capacity", "_old", "_young", "num_evicted")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._young: dict[bytes, int] = {}
+        self._old: dict[bytes, int] = {}
+        self.num_evicted = 0  # blocks that lost their hash to make room, since the pool opened
+
+    def add(self, key: bytes) -> None:
+        """This hash is not findable any more."""
+        self.num_evicted += 1
+        young = self._young
+        young[key] = self.num_evicted
+        if len(young) > self._capacity:
+            self._old, self._young = young, {}
+
+    def age(self, key: bytes) -> int | None:
+        """Evictions since this one; None if it is not remembered."""
+        born = self._young.get(key) or self._old.get(key)
+        return None if born is None else self.num_evicted - born
+
+    def clear(self) -> None:
+        """A reset is no eviction: what it forgot was never there."""
+        self._young, self._old = {}, {}

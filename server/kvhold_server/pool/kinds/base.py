@@ -1,0 +1,244 @@
+"""What every kind of group must answer. The defaults are those of full attention's bookkeeping; kinds override a few.
+
+lookup     find             which leading tokens are backed, and by which blocks
+admission  need_admission   blocks to draw, hits that leave the free list included
+           adopt            phase one, all groups: pad, hold hits      (A6)
+           take_external    phase one b: blocks for tokens that are loaded from elsewhere
+growth     release_skipped  blocks that left the window               (A4)
+           need_growth      blocks to draw                            (A5)
+           grow             draw them                                 (A7)
+publish    publish          offer full blocks to the index            (A8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from kvhold_server.domain.pool_config import GroupConfig, PoolConfig
+from kvhold_server.pool.sequence import Sequence
+from kvhold_server.pool.values import Copy, Stored
+
+if TYPE_CHECKING:
+    from kvhold_server.pool.blocks import BlockStore
+    from kvhold_server.pool.turn import Turn
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+class Prefix:
+    """The hashes of one lookup, as one session sees the index."""
+
+    __slots__ = ("sequence", "session", "store")
+
+    def __init__(self, store: BlockStore, sequence: Sequence, session: int) -> None:
+        self.store = store
+        self.sequence = sequence
+        self.session = session
+
+    def leading(self, groups: Seq[int], stride: int, count: int) -> list[list[int]]:
+        """Per group the blocks of the longest run from the start, at most `count`, that all the groups have."""
+        view = self.sequence.block_hashes(stride)
+        if count < len(view):
+            view = view[:count]
+        rows = [self.store.visible_prefix(group, view, self.session) for group in groups]
+        if len(rows) > 1:
+            shortest = min(map(len, rows))
+            rows = [row[:shortest] for row in rows]
+        return rows
+
+    def at(self, groups: Seq[int], key: bytes) -> list[int] | None:
+        """Per group the block with this hash, if all the groups have one."""
+        found = [self.store.find(group, key, self.session) for group in groups]
+        return found if all(found) else None
+
+
+class Found:
+    """Result of a class's lookup: positional blocks per group, and the tokens that they back."""
+
+    __slots__ = ("blocks", "tokens")
+
+    def __init__(self, blocks: list[list[int]], tokens: int) -> None:
+        self.blocks = blocks
+        self.tokens = tokens
+
+
+class GroupPolicy:
+    """One group of one pool: how its kind uses blocks."""
+
+    is_full = False  # any prefix of what it backs is backed, too
+    finds_units = False  # can end a hit inside a block
+    proves_prefix = True  # a hit rests on at least one block whose hash stands for the whole prefix
+    is_drop_free = False  # an eagle group of this kind loses nothing
+    is_indivisible = False  # its blocks do not stand for token ranges
+    covers_encoder = False  # its tables cover encoder tokens instead of the sequence's
+    wants_zeroing = True  # new blocks are listed for zeroing where the pool needs that
+
+    def __init__(self, gid: int, config: GroupConfig, pool: PoolConfig, store: BlockStore) -> None:
+        self.gid = gid
+        self.config = config
+        self.pool = pool
+        self.store = store
+        self.block_tokens = config.block_size_tokens
+        self.stride = max(1, config.block_size_tokens // pool.hash_unit_tokens)
+        self.is_eagle = False  # set by the hybrid: flagged, or all are
+        self.align_tokens = pool.scheduler_block_tokens  # hits end at its multiples; set by the hybrid
+        self.any_eagle = False
+
+    # ---------------------------------------------------------------- lookup
+    def find(self, prefix: Prefix, groups: Seq[int], limit: int, drop: bool, align: int) -> Found:
+        """Longest backed prefix of at most `limit` tokens, a multiple of `align`, for all these groups of equal spec."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------- admission
+    def skipped_tokens(self, processed: int) -> int:
+        """Leading tokens that are never read again once this many are processed."""
+        return 0
+
+    def cap_blocks(self) -> int | None:
+        """Most blocks that a sequence ever holds at once (None: as many as its tokens need); for the gate only."""
+        return None
+
+    def need_admission(self, hits: list[int], hit_tokens: int, total: int, slots: int, main: int, capped: bool) -> int:
+        """Blocks that an admission takes from the free count: new ones, and hits that are free now."""
+        required = cdiv(slots, self.block_tokens)
+        cap = self.cap_blocks() if capped else None
+        if cap is not None and cap < required:
+            required = cap
+        skipped = self.skipped_tokens(total) // self.block_tokens
+        new = max(required - max(skipped, len(hits)), 0)
+        refs = self.store.refs
+        used = hits[skipped:] if skipped else hits
+        evictable = sum(1 for block in used if block and not refs[block])
+        return new + evictable + (hit_tokens % self.block_tokens != 0 and bool(hits))
+
+    def adopt(self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int) -> None:
+        """Puts the hits into the table: null where they are skipped, held elsewhere."""
+        table = sequence.tables[self.gid]
+        skipped = self.skipped_tokens(total) // self.block_tokens
+        if skipped:
+            hits = hits[skipped:]
+            table += [0] * skipped
+        self.store.hold(hits)
+        table += hits
+        sequence.offered[self.gid] = len(table)
+        if hits and hit_tokens % self.block_tokens and len(table) == cdiv(hit_tokens, self.block_tokens):
+            sequence.offered[self.gid] = len(table) - 1
+            sequence.extra[self.gid] = len(table) - 1  # its tail is another's: to be copied
+
+    def take_external(self, sequence: Sequence, total: int, turn: Turn) -> None:
+        """Blocks for tokens that something else fills."""
+        table = sequence.tables[self.gid]
+        missing = cdiv(total, self.block_tokens) - len(table)
+        if missing > 0:
+            table += self.store.take(missing, turn.session)
+
+    # ---------------------------------------------------------------- growth
+    def release_skipped(self, sequence: Sequence, processed: int, turn: Turn) -> None:
+        """Lets go of blocks that no token from `processed` on reads; their entries become null."""
+        skipped = self.skipped_tokens(processed)
+        if skipped <= 0:
+            return
+        table = sequence.tables[self.gid]
+        last = min(skipped // self.block_tokens, len(table))
+        self._null_down(table, last, 0, turn)
+
+    def _null_down(self, table: list[int], end: int, start: int, turn: Turn) -> None:
+        """Nulls [start, end) from the end, down to the first null, and lets the blocks go in that order."""
+        i = end
+        while i > start and table[i - 1]:
+            i -= 1
+        if i < end:
+            gone = table[i:end]
+            table[i:end] = [0] * (end - i)
+            gone.reverse()
+            turn.let_go(gone)
+
+    def need_growth(self, sequence: Sequence, slots: int, main: int, computed: int) -> int:
+        """Blocks to draw so that a running sequence's table covers `slots` tokens."""
+        missing = -(-slots // self.block_tokens) - len(sequence.tables[self.gid])
+        return missing if missing > 0 else 0
+
+    def grow(self, sequence: Sequence, slots: int, main: int, computed: int, turn: Turn) -> list[int]:
+        """Draws what `need_growth` or `need_admission` counted; returns the new table entries."""
+        table = sequence.tables[self.gid]
+        new: list[int] = []
+        if self.gid in sequence.extra:
+            new.append(self._copy_tail(sequence, turn))
+        missing = -(-slots // self.block_tokens) - len(table)
+        if missing > 0:
+            blocks = self.store.take(missing, turn.session)
+            table += blocks
+            new += blocks
+            if turn.zeroing and self.wants_zeroing:
+                turn.output.zero_blocks += blocks
+        return new
+
+    def _copy_tail(self, sequence: Sequence, turn: Turn) -> int:
+        """The sequence writes into the block whose beginning it hit: it gets its own, to be filled by a copy."""
+        position = sequence.extra.pop(self.gid)
+        assert isinstance(position, int)
+        table = sequence.tables[self.gid]
+        source = table[position]
+        (target,) = self.store.take(1, turn.session)
+        self.store.refs[target] += 1  # the copy holds it, too; the source keeps the reference of the hit
+        table[position] = target
+        turn.copy(Copy(group=self.gid, source=source, target=target))
+        return target
+
+    # --------------------------------------------------------------- publish
+    def mask(self, sequence: Sequence, start: int, end: int) -> Seq[int] | None:
+        """Blocks of [start, end) that can serve a hit; None = all."""
+        return None
+
+    def publish(self, sequence: Sequence, tokens: int, turn: Turn) -> None:
+        """Offers every block that `tokens` known tokens fill, each once."""
+        start = sequence.offered[self.gid]
+        end = min(tokens // self.block_tokens, len(sequence.tables[self.gid]))
+        if end > start:
+            self._publish_full(sequence, start, end, turn)
+            sequence.offered[self.gid] = end
+
+    def _publish_full(self, sequence: Sequence, start: int, end: int, turn: Turn) -> None:
+        view = sequence.block_hashes(self.stride)
+        table = sequence.tables[self.gid]
+        kept = self.mask(sequence, start, end)
+        blocks = table[start:end]
+        if kept is None and all(blocks):
+            hashes = view[start:end]
+            indices: list[int] | range = range(start, end)
+        else:
+            indices = [i for i in (range(start, end) if kept is None else kept) if table[i]]
+            blocks = [table[i] for i in indices]
+            hashes = [view[i] for i in indices]
+        store = self.store
+        if turn.has_partials:
+            for block in blocks:
+                if store.key_of[block] is not None:
+                    store.drop_keys(block)  # it ended inside this block; now it covers it
+        size = self.block_tokens
+        if isinstance(indices, range) or not blocks:
+            tokens = (start + 1) * size
+            duplicates = store.publish(self.gid, blocks, hashes, turn.origin(self.gid), tokens, size) if blocks else 0
+        else:
+            duplicates = 0
+            for i, block, key in zip(indices, blocks, hashes, strict=True):
+                duplicates += store.publish(self.gid, [block], [key], turn.origin(self.gid), (i + 1) * size, size)
+        if store.events is not None:
+            store.events.append(
+                Stored(
+                    group=self.gid,
+                    hashes=hashes,
+                    blocks=blocks,
+                    indices=list(indices),
+                    start_tokens=start * size,
+                    end_tokens=end * size,
+                    parent=view[start - 1] if start else None,
+                    session=turn.session,
+                    sequence_id=sequence.sequence_id,
+                    num_duplicates=duplicates,
+                )
+            )
