@@ -16,11 +16,13 @@ it tells anybody to overwrite them. Provisional blocks, secondary keys and partl
 crash they are a miss. A new content generation voids all records with one header update.
 """
 
+import gc
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from kvhold_server.memory.block_table_header import (
     CHECKSUM_OFFSET,
@@ -39,6 +41,10 @@ MAX_HASH_BYTES: Final = 64
 FIRST_GENERATION: Final = 1
 _BODY_OFFSET: Final = 16
 _WORD: Final = 8
+_TOKENS_OFFSET: Final = 8  # in the body, after the checksum of the block's bytes
+_GENERATION_OFFSET: Final = 12
+_GROUP_OFFSET: Final = 16
+_HASH_OFFSET: Final = 24
 
 # Places between two stores, for tests that stop the daemon there (see kvhold_server/failpoints.py).
 RECORD_VOIDED: Final = "block_table.record_voided"
@@ -61,15 +67,16 @@ PLACES: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class RecoveredBlocks:
-    """Whole records of the current generation, as parallel lists, least recently used first; and what was dropped."""
+    """Whole records of the current generation, as parallel lists by ascending block id; and what was dropped."""
 
-    blocks: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-    key_tokens: list[int] = field(default_factory=list)
-    bytes_checksums: list[int] = field(default_factory=list)
-    num_torn: int = 0
-    num_old_generation: int = 0
+    blocks: list[int]
+    groups: list[int]
+    hashes: list[bytes]
+    key_tokens: list[int]
+    bytes_checksums: list[int]  # 0: not taken
+    order: list[int]  # the same blocks, least recently used first
+    num_torn: int
+    num_old_generation: int
 
 
 class BlockTable:
@@ -215,35 +222,39 @@ class BlockTable:
 
     def scan(self) -> RecoveredBlocks:
         """Reads all records; torn and outdated ones are voided on the way. A million in about a second."""
-        found = RecoveredBlocks()
-        buffer, checksum, body = self._file.bytes, self._checksum, self._body
-        record_size, generation = self._header.record_size_bytes, self._header.generation & 0xFFFFFFFF
-        stamps: list[int] = []
-        void: list[int] = []
-        record = struct.Struct(f"=QQ{body.size}s{record_size - _BODY_OFFSET - body.size}x")
-        with memoryview(buffer)[RECORDS_OFFSET:] as records:
-            for block, (said, stamp, raw) in enumerate(record.iter_unpack(records)):
+        with _garbage_collection_paused():
+            stamps = self._column("Q", _WORD)
+            generations = self._column("I", _BODY_OFFSET + _GENERATION_OFFSET)
+            kept: list[int] = []
+            torn: list[int] = []
+            outdated: list[int] = []
+            generation, checksum = self._header.generation & 0xFFFFFFFF, self._checksum
+            for block, (said, body) in enumerate(self._checked_records()):
                 if not said:
                     continue
-                if said != (checksum(raw, block) or 1):
-                    found.num_torn += 1
-                    void.append(block)
-                    continue
-                bytes_sum, tokens, of_generation, group, _flags, _reserved, digest = body.unpack(raw)
-                if of_generation != generation:
-                    found.num_old_generation += 1
-                    void.append(block)
-                    continue
-                stamps.append(stamp)
-                found.blocks.append(block)
-                found.groups.append(group)
-                found.hashes.append(digest)
-                found.key_tokens.append(tokens)
-                found.bytes_checksums.append(bytes_sum)
-        self.forget(filter(None, void))
-        self._stamp = max(stamps, default=0) + 1
-        _sort_by(stamps, found)
-        return found
+                if said != (checksum(body, block) or 1) or not block:
+                    torn.append(block)
+                elif generations[block] != generation:
+                    outdated.append(block)
+                else:
+                    kept.append(block)
+            self.forget(filter(None, torn + outdated))
+            order = sorted(kept, key=stamps.__getitem__)
+            self._stamp = stamps[order[-1]] + 1 if order else 1
+            groups = self._column("H", _BODY_OFFSET + _GROUP_OFFSET)
+            key_tokens = self._column("I", _BODY_OFFSET + _TOKENS_OFFSET)
+            bytes_checksums = self._column("Q", _BODY_OFFSET)
+            hashes = self._hashes()
+            return RecoveredBlocks(
+                blocks=kept,
+                groups=[groups[block] for block in kept],
+                hashes=[hashes[block] for block in kept],
+                key_tokens=[key_tokens[block] for block in kept],
+                bytes_checksums=[bytes_checksums[block] for block in kept],
+                order=order,
+                num_torn=len(torn),
+                num_old_generation=len(outdated),
+            )
 
     def close(self) -> None:
         """Unmaps; the file stays for the next daemon."""
@@ -253,6 +264,25 @@ class BlockTable:
         """The pool is gone."""
         self._file.path.unlink(missing_ok=True)
         self.close()
+
+    def _checked_records(self) -> Iterator[tuple[int, bytes]]:
+        """Word 0 and body of every record, in order."""
+        padding = self._header.record_size_bytes - _BODY_OFFSET - self._body.size
+        record = struct.Struct(f"=Q8x{self._body.size}s{padding}x")
+        return record.iter_unpack(memoryview(self._file.bytes)[RECORDS_OFFSET:])
+
+    def _column(self, item_format: Literal["H", "I", "Q"], offset: int) -> list[int]:
+        """One field of all records; much faster than unpacking them one by one."""
+        items = memoryview(self._file.bytes).cast(item_format)
+        step = self._header.record_size_bytes // items.itemsize
+        column: list[int] = items[(RECORDS_OFFSET + offset) // items.itemsize :: step].tolist()
+        return column
+
+    def _hashes(self) -> list[bytes]:
+        hash_size, before = self._header.hash_size_bytes, _BODY_OFFSET + _HASH_OFFSET
+        padding = self._header.record_size_bytes - before - hash_size
+        record = struct.Struct(f"{before}x{hash_size}s{padding}x")
+        return [digest for (digest,) in record.iter_unpack(memoryview(self._file.bytes)[RECORDS_OFFSET:])]
 
     def _update_header(self, *, generation: int, content: bytes, is_clean: bool) -> None:
         updated = self._header.next(generation=generation, content=content, is_clean=is_clean)
@@ -307,8 +337,13 @@ def _problem(
     return next((BlockTableUnusable(word, what) for word, what, is_different in differs if is_different), None)
 
 
-def _sort_by(stamps: list[int], found: RecoveredBlocks) -> None:
-    order = sorted(range(len(stamps)), key=stamps.__getitem__)
-    for name in ("blocks", "groups", "hashes", "key_tokens", "bytes_checksums"):
-        column = getattr(found, name)
-        setattr(found, name, [column[i] for i in order])
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Millions of small objects that all stay: looking for garbage among them would take most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
