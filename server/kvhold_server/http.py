@@ -16,6 +16,12 @@ MAX_HEAD_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+SECURITY_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class HttpReply:
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
     body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 HttpHandler = Callable[[HttpRequest], Awaitable[HttpReply]]
@@ -80,9 +87,10 @@ class HttpServer:
         if len(parts) == 3:
             reply = await self._reply(parts[0], parts[1], lines[1:])
         length = len(reply.body)
+        more = "".join(f"{name}: {value}\r\n" for name, value in {**SECURITY_HEADERS, **reply.headers}.items())
         writer.write(
             f"HTTP/1.1 {reply.status} {REASONS[reply.status]}\r\nContent-Type: {reply.content_type}\r\n"
-            f"Content-Length: {length}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode("latin-1")
+            f"Content-Length: {length}\r\n{more}Connection: close\r\n\r\n".encode("latin-1")
         )
         if parts[0] != "HEAD":
             writer.write(reply.body)

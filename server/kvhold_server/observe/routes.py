@@ -1,0 +1,102 @@
+"""What the metrics listener serves: the node page, /metrics, the same picture as JSON, probes for HTTP.
+
+A scrape costs the event loop a snapshot; rendering happens in a thread. A burst of scrapes within CACHE_S shares one.
+"""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from urllib.parse import parse_qsl
+
+from kvhold_server.http import HttpHandler, HttpReply, HttpRequest
+from kvhold_server.metrics import Rendered, render
+from kvhold_server.node.node import Node
+from kvhold_server.observe.block_map import BlockMap, draw_map, find
+from kvhold_server.observe.extra_metrics import WATCHED_CODES, ViewCollector
+from kvhold_server.observe.page import Page, Search
+from kvhold_server.observe.take import Observer
+
+CACHE_S = 0.25
+MAP_CACHE_S = 1.0
+HTML, JSON = "text/html; charset=utf-8", "application/json"
+
+
+class Observatory:
+    """All routes of one node."""
+
+    def __init__(self, node: Node, version: str, events: Callable[[], Sequence[str]]) -> None:
+        self._node = node
+        self._observer = Observer(node, version)
+        self._events = events
+        self._page = Page()
+        self._scrapes: dict[str, tuple[float, Rendered]] = {}
+        self._maps: dict[str, tuple[float, BlockMap]] = {}
+        for method, code in WATCHED_CODES:
+            node.telemetry.method(method).codes.setdefault(code, 0)
+
+    def routes(self) -> dict[str, HttpHandler]:
+        """Path → handler."""
+        return {
+            "/": self.page,
+            "/metrics": self.metrics,
+            "/view.json": self.view,
+            "/blocks.json": self.blocks,
+            "/healthz": self.alive,
+            "/readyz": self.ready,
+        }
+
+    async def metrics(self, request: HttpRequest) -> HttpReply:
+        """Prometheus text or OpenMetrics, as the scraper accepts."""
+        accept = request.headers.get("accept", "")
+        at_s, rendered = self._scrapes.get(accept, (float("-inf"), None))
+        now_s = time.monotonic()
+        if rendered is None or now_s - at_s > CACHE_S:
+            view = self._observer.take()
+            rendered = await asyncio.to_thread(render, view.snapshot, accept, [ViewCollector(view)])
+            self._scrapes = {accept: (now_s, rendered)}
+        return HttpReply(content_type=rendered.content_type, body=rendered.body)
+
+    async def page(self, request: HttpRequest) -> HttpReply:
+        """The node page; with `pool` and `q` it answers a search."""
+        query = dict(parse_qsl(request.query, max_num_fields=8))
+        view = self._observer.take()
+        text = self._page.render(view, self._events(), self._search(query.get("pool", ""), query.get("q", "")))
+        return HttpReply(content_type=HTML, body=text.encode(), headers=self._page.headers)
+
+    def _search(self, pool: str, asked: str) -> Search:
+        live = next((live for name, live in self._node.pools.items() if name == pool), None)
+        if not asked:
+            return Search(pool=pool)
+        answer = find(live.pool, asked[:128]) if live else f"no pool {pool!r}"
+        return Search(pool=pool, query=asked, answer=answer)
+
+    async def view(self, request: HttpRequest) -> HttpReply:
+        """Everything that the page shows, for scripts. Field names are internal and may change."""
+        view = dataclasses.asdict(self._observer.take())
+        return HttpReply(content_type=JSON, body=json.dumps(view, default=str).encode())
+
+    async def blocks(self, request: HttpRequest) -> HttpReply:
+        """The map of one pool's blocks; at most a second old."""
+        name = dict(parse_qsl(request.query, max_num_fields=8)).get("pool", "")
+        live = next((live for known, live in self._node.pools.items() if known == name), None)
+        if live is None:
+            return HttpReply(status=404, body=f"no pool {name!r}\n".encode())
+        at_s, drawn = self._maps.get(name, (float("-inf"), None))
+        now_s = time.monotonic()
+        if drawn is None or now_s - at_s > MAP_CACHE_S:
+            drawn = await draw_map(live.pool)
+            self._maps = {known: kept for known, kept in self._maps.items() if known in self._node.pools}
+            self._maps[name] = (now_s, drawn)
+        return HttpReply(content_type=JSON, body=json.dumps(dataclasses.asdict(drawn)).encode())
+
+    async def alive(self, request: HttpRequest) -> HttpReply:
+        """Up while the event loop turns."""
+        return HttpReply(body=b"alive\n")
+
+    async def ready(self, request: HttpRequest) -> HttpReply:
+        """Whether new sessions are welcome."""
+        if self._node.drain.is_draining:
+            return HttpReply(status=503, body=b"draining\n")
+        return HttpReply(body=b"ready\n")

@@ -1,0 +1,152 @@
+"""Takes a NodeView from a running node. Runs on the event loop's thread; costs O(pools + layers), and O(held blocks)
+once in SESSIONS_PERIOD_S, because each session counts its blocks.
+"""
+
+from kvhold_server.domain.plan import RankPlan
+from kvhold_server.metrics import PoolSnapshot, take_snapshot
+from kvhold_server.node.live_pool import LivePool
+from kvhold_server.node.node import Node
+from kvhold_server.observe.view import (
+    BackendView,
+    DeviceView,
+    GroupView,
+    NodeView,
+    PlacementView,
+    PoolView,
+    SessionView,
+)
+from kvhold_server.sessions.session import Session
+
+MAX_SHOWN_LAYERS = 512  # of the plan picture; the numbers are exact
+SESSIONS_PERIOD_S = 1.0
+
+
+class Observer:
+    """Takes views of one node; remembers the dear parts for a moment."""
+
+    def __init__(self, node: Node, version: str) -> None:
+        self._node = node
+        self._version = version
+        self._started_at_s = node.now_s
+        self._sessions: tuple[SessionView, ...] = ()
+        self._sessions_at_s = float("-inf")
+
+    def take(self) -> NodeView:
+        """The whole picture now; sessions may be a second old."""
+        node = self._node
+        snapshot = take_snapshot(node, self._version, self._started_at_s)
+        if node.now_s - self._sessions_at_s >= SESSIONS_PERIOD_S:
+            self._sessions, self._sessions_at_s = session_views(node), node.now_s
+        return NodeView(
+            snapshot=snapshot,
+            pools=tuple(
+                pool_view(node, live, pool) for live, pool in zip(node.pools.values(), snapshot.pools, strict=True)
+            ),
+            sessions=self._sessions,
+            backends=backend_views(node),
+            devices=device_views(node),
+        )
+
+
+def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot) -> PoolView:
+    """One pool."""
+    ranks = live.plan.ranks if live.plan else ()
+    return PoolView(
+        snapshot=snapshot,
+        plan_fingerprint=live.identity.plan_fingerprint,
+        block_size_tokens=live.config.scheduler_block_tokens,
+        num_ranks=len(ranks),
+        age_s=node.now_s - live.opened_at_s,
+        num_mappings=node.watch.num_mappings(live.name),
+        groups=_groups(live),
+        placements=_placements(ranks[0]) if ranks else (),
+        quotas=dict(live.quotas),
+        evicted_miss_tokens_by_age=tuple(snapshot.prefix.miss_evicted_by_age_tokens),
+    )
+
+
+def session_views(node: Node) -> tuple[SessionView, ...]:
+    """All sessions, open and dead-but-waiting, in order of opening."""
+    return tuple(_session_view(node, session) for session in node.sessions.sessions())
+
+
+def _session_view(node: Node, session: Session) -> SessionView:
+    use, now_s = node.session_use(session), node.now_s
+    is_open = session.state.is_open
+    return SessionView(
+        short_id=session.short_id,
+        pool=session.pool,
+        client_name=session.request.client_name,
+        tenant=session.request.tenant,
+        state=session.state.value if is_open else "quarantined",
+        epoch=session.epoch,
+        age_s=now_s - session.opened_at_s,
+        grace_left_s=node.sessions.grace_left_s(session, now_s),
+        dead_for_s=0.0 if is_open else now_s - session.ended_at_s,
+        num_sequences=use.num_sequences,
+        num_held_blocks=use.num_held_blocks,
+        last_step=session.steps.last_step,
+        completed_step=session.steps.completed_step,
+        quarantine_reason="" if is_open else node.sessions.quarantine_reason(session.session_id, now_s),
+    )
+
+
+def backend_views(node: Node) -> tuple[BackendView, ...]:
+    """Health of every memory backend. Pressure is not ill health."""
+    healths = [(name, backend.health()) for name, backend in node.backends.items()]
+    return tuple(BackendView(name=name, ok=health.ok, detail=health.detail) for name, health in healths)
+
+
+def device_views(node: Node) -> tuple[DeviceView, ...]:
+    """Memory of every device that a backend holds something on, or that is not host memory."""
+    return tuple(
+        DeviceView(
+            backend=name,
+            device=device.device_uuid,
+            total_bytes=device.total_bytes,
+            free_bytes=device.free_bytes,
+            held_bytes=device.held_bytes,
+        )
+        for name, backend in node.backends.items()
+        for device in backend.usage().devices
+    )
+
+
+def _groups(live: LivePool) -> tuple[GroupView, ...]:
+    if live.plan is None or not live.plan.ranks:
+        return tuple(
+            GroupView(kind=g.kind.value, block_size_tokens=g.block_size_tokens, num_layers=0)
+            for g in live.config.groups
+        )
+    return tuple(
+        GroupView(
+            kind=group.kind,
+            block_size_tokens=group.block_size_tokens,
+            num_layers=len(group.layer_names),
+            first_layer=group.layer_names[0] if group.layer_names else "",
+            last_layer=group.layer_names[-1] if group.layer_names else "",
+        )
+        for group in live.plan.ranks[0].groups
+    )
+
+
+def _placements(rank: RankPlan) -> tuple[PlacementView, ...]:
+    """Where each layer's pages lie: inside one block where blocks are contiguous, else in the region."""
+    group_of = {name: i for i, group in enumerate(rank.groups) for name in group.layer_names}
+    found: list[PlacementView] = []
+    for tensor in rank.tensors:
+        in_block = tensor.block_stride_bytes >= tensor.layer_stride_bytes * len(tensor.layer_names)
+        for index, name in enumerate(tensor.layer_names):
+            found.append(
+                PlacementView(
+                    layer_name=name,
+                    group=group_of.get(name, -1),
+                    start_bytes=tensor.page_offset_bytes(index, 0),
+                    size_bytes=tensor.page_size_bytes if in_block else tensor.block_stride_bytes * tensor.num_blocks,
+                    axis_bytes=tensor.block_stride_bytes if in_block else rank.region_size_bytes,
+                    is_in_block=in_block,
+                )
+            )
+            if len(found) == MAX_SHOWN_LAYERS:
+                return tuple(found)
+    return tuple(found)
