@@ -38,8 +38,15 @@ class Daemon:
     """One running daemon. `start`, then `run_until_stopped`; or use its parts in a test."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Claims the sockets, then the memory's instance; a second daemon fails here. Changes nothing if it raises."""
         self.config = config
-        self.backends = make_backends(config)
+        self._claims = _claim_sockets(config)
+        try:
+            self.backends = make_backends(config)
+        except BaseException:
+            for claim in self._claims.values():
+                claim.release()
+            raise
         self.node = Node(
             shell=Shell(
                 boot_id=secrets.token_hex(8), clock=time.monotonic, new_secret=lambda: secrets.token_urlsafe(24)
@@ -74,14 +81,14 @@ class Daemon:
 
     async def _start(self) -> None:
         config, stack = self.config, self._stack
+        for claim in self._claims.values():
+            stack.callback(claim.release)
         for backend in self.backends.values():
             stack.callback(backend.close)
         stack.push_async_callback(self.keeper.close)
         server = make_server([self._guard()], config.limits.max_message_bytes)
         if config.socket:
-            claim = SocketClaim.take(Path(config.socket))
-            stack.callback(claim.release)
-            listen_unix(server, claim, config.socket_gid)
+            listen_unix(server, self._claims[config.socket], config.socket_gid)
             self.fd_channel = make_fd_channel(self.node, Path(f"{config.socket}.fd"), config.socket_gid)
             await self.fd_channel.start()
             stack.push_async_callback(self.fd_channel.close)
@@ -103,9 +110,7 @@ class Daemon:
             add_admin_services(engine_server, self.node, self.request_stop)
             return
         server = make_server([self._guard()], self.config.limits.max_message_bytes)
-        claim = SocketClaim.take(Path(self.config.admin_socket))
-        self._stack.callback(claim.release)
-        listen_unix(server, claim, self.config.socket_gid)
+        listen_unix(server, self._claims[self.config.admin_socket], self.config.socket_gid)
         add_admin_services(server, self.node, self.request_stop)
         self.health.add_to(server)
         await self._start_server(server)
@@ -170,6 +175,19 @@ class Daemon:
             due = loop.time() + interval_s
             await asyncio.sleep(interval_s)
             self.node.telemetry.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+def _claim_sockets(config: ServerConfig) -> dict[str, SocketClaim]:
+    """All sockets that gRPC will listen on, or none."""
+    claims: dict[str, SocketClaim] = {}
+    try:
+        for path in filter(None, (config.socket, config.admin_socket)):
+            claims[path] = SocketClaim.take(Path(path))
+    except BaseException:
+        for claim in claims.values():
+            claim.release()
+        raise
+    return claims
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:

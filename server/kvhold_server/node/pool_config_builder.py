@@ -53,6 +53,8 @@ def build_pool_config(plan: Plan | None, options: PoolOptions, content: ContentI
         retention_interval_tokens=options.retention_interval_tokens,
         keep_shared_prefix_checkpoints=options.shared_prefix_checkpoint,
         num_reserved_low_blocks=options.num_reserved_low_blocks,
+        needs_zeroing=plan is not None and any(rank.needs_zeroing for rank in plan.ranks),
+        report_completed=True,  # event readers and recovery records live on it
     )
 
 

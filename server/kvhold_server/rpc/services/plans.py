@@ -8,8 +8,8 @@ from kvhold.v1 import plan_pb2 as pb
 from kvhold.v1 import plan_pb2_grpc
 from kvhold_server.domain.service_limits import WIRE_NAMES, ServiceLimits
 from kvhold_server.node.node import Node
-from kvhold_server.rpc.plan_codec import DTYPES, LAYOUTS, REQUEST_KINDS, STRATEGIES_BUILT, encode_plan
-from kvhold_server.rpc.planning import plan_in_thread
+from kvhold_server.rpc.plan_codec import DTYPES, LAYOUTS, REQUEST_KINDS, STRATEGIES_BUILT
+from kvhold_server.rpc.planning import answer_plan, in_thread
 from kvhold_server.rpc.pool_codec import HASH_ALGORITHM_BYTES
 
 
@@ -20,8 +20,7 @@ class PlanService(plan_pb2_grpc.PlanServiceServicer):
         self._node = node
 
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
-        plan = await plan_in_thread(request, self._node.limits)
-        return pb.PlanResponse(plan=encode_plan(plan))
+        return await in_thread(lambda: answer_plan(request, self._node.limits))
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         return pb.GetCapabilitiesResponse(

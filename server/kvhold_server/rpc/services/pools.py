@@ -13,7 +13,7 @@ from kvhold_server.node.opening import OpenedPool, Opening
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.fd_tokens import FdGrant
 from kvhold_server.rpc.plan_codec import encode_plan
-from kvhold_server.rpc.planning import plan_in_thread
+from kvhold_server.rpc.planning import in_thread, make_plan
 from kvhold_server.rpc.pool_codec import (
     BACKEND_NUMBERS,
     decode_content,
@@ -38,7 +38,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
 
     async def OpenPool(self, request: pb.OpenPoolRequest, context: Any) -> pb.OpenPoolResponse:
         node = self._node
-        plan = await plan_in_thread(request.plan, node.limits) if request.HasField("plan") else None
+        plan = await in_thread(lambda: make_plan(request.plan, node.limits)) if request.HasField("plan") else None
         command = decode_open_pool(request, plan, node.default_backend, node.limits)
         begun = node.begin_open_pool(command)
         opened = await self._make(begun) if isinstance(begun, Opening) else begun

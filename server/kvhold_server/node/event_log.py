@@ -1,0 +1,194 @@
+"""Cache events of one pool, as routers want them: only what every session can hit, numbered without gaps, bounded.
+
+    pool: Stored (provisional) ──▶ remembered: index and parent of each block ┐
+    pool: Completed ───────────▶ first visible block of (group, hash)? ──────┴▶ StoredRun 17
+    pool: Removed ─────────────▶ last visible block of (group, hash) gone? ───▶ RemovedRun 18
+    pool: Cleared ──────────────────────────────────────────────────────────▶ ClearedAll 19
+
+The log follows the pool from its first reader on (it costs memory per cached block); what was cached before is read from
+the pool once, then without parents. It is a ring: a reader that is further behind than `max_events` has lost some, and
+starts over with a snapshot.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.pool.values import Cleared, Completed, Event, Removed, Stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """Digests of one group and prompt, each after the one before it."""
+
+    group: int
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    indexes: tuple[int, ...]  # position of each in its prompt, in blocks of the group
+    parent: bytes | None  # digest before the first one; None: not known
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedRun:
+    """Digests of one group that can no longer be hit."""
+
+    group: int
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearedAll:
+    """Nothing can be hit any more."""
+
+    reason: str
+
+
+Change: TypeAlias = "StoredRun | RemovedRun | ClearedAll"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedChange:
+    """One event. Numbers count from 1 in each boot."""
+
+    number: int
+    change: Change
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a published block stands in its prompt."""
+
+    hash: bytes
+    index: int
+    parent: bytes | None
+
+
+@dataclass(slots=True, kw_only=True)
+class EventLog:
+    """Mutable; owned by the node. O(1) per block."""
+
+    config: PoolConfig
+    max_events: int
+    last_number: int = 0
+    is_following: bool = False
+    watchers: list[Callable[[], None]] = field(default_factory=list)  # called after events were added
+    _events: deque[NumberedChange] = field(default_factory=deque)
+    _visible: dict[tuple[int, bytes], dict[int, _Place]] = field(default_factory=dict)  # (group, hash) → block → place
+    _pending: dict[tuple[int, int], _Place] = field(default_factory=dict)  # (group, block) → place, until it is visible
+
+    def follow(self, public: Completed) -> None:
+        """Begins to follow the pool, of which all these blocks are visible now."""
+        if self.is_following:
+            return
+        self.is_following = True
+        sizes = [group.block_size_tokens for group in self.config.groups]
+        rows = zip(public.groups, public.blocks, public.hashes, public.key_tokens, strict=True)
+        for group, block, block_hash, tokens in rows:
+            place = _Place(block_hash, max(0, tokens // sizes[group] - 1), None)
+            self._visible.setdefault((group, block_hash), {})[block] = place
+
+    def absorb(self, completed: Completed | None, events: Iterable[Event], clear_reason: str = "RESET") -> None:
+        """Applies what one call of the pool did, in its order: what it completed came first."""
+        if not self.is_following:
+            return
+        before = self.last_number
+        if completed is not None and completed.blocks:
+            self._completed(completed)
+        for event in events:
+            if isinstance(event, Stored):
+                self._stored(event)
+            elif isinstance(event, Removed):
+                self._removed(event)
+            else:
+                self._cleared(event, clear_reason)
+        if self.last_number != before:
+            for wake in self.watchers:
+                wake()
+
+    def since(self, number: int) -> list[NumberedChange] | None:
+        """Events after this one, oldest first; None if some of them are gone, or it never was."""
+        oldest = self._events[0].number if self._events else self.last_number + 1
+        if not oldest - 1 <= number <= self.last_number:
+            return None
+        skip = number - oldest + 1
+        return [event for i, event in enumerate(self._events) if i >= skip]
+
+    def snapshot(self) -> Iterator[StoredRun]:
+        """Everything visible, as of `last_number`; one digest a run. The state is copied at once."""
+        rows = [(group, places) for (group, _), places in self._visible.items()]
+        copied = [(group, next(iter(places.items()))) for group, places in rows]
+        return (
+            StoredRun(group=group, hashes=(p.hash,), blocks=(block,), indexes=(p.index,), parent=p.parent)
+            for group, (block, p) in copied
+        )
+
+    @property
+    def num_visible_hashes(self) -> int:
+        """Digests that can be hit, group by group."""
+        return len(self._visible)
+
+    # ----------------------------------------------------------------- private
+    def _stored(self, event: Stored) -> None:
+        if event.is_partial:
+            return  # a part of a block is nobody's to route by
+        previous_index = event.start_tokens // self.config.groups[event.group].block_size_tokens - 1
+        parent: bytes | None = event.parent or b""
+        for block_hash, block, index in zip(event.hashes, event.blocks, event.indices, strict=True):
+            known = parent if index == previous_index + 1 else None
+            self._pending[event.group, block] = _Place(block_hash, index, known)
+            parent, previous_index = block_hash, index
+
+    def _completed(self, completed: Completed) -> None:
+        runs: list[tuple[int, list[tuple[int, _Place]]]] = []
+        rows = zip(completed.groups, completed.blocks, completed.hashes, completed.key_tokens, strict=True)
+        for group, block, block_hash, tokens in rows:
+            place = self._pending.pop((group, block), None)
+            if place is None or place.hash != block_hash:
+                place = _Place(block_hash, max(0, tokens // self.config.groups[group].block_size_tokens - 1), None)
+            blocks = self._visible.setdefault((group, block_hash), {})
+            is_new = not blocks
+            blocks[block] = place
+            if is_new:
+                last = runs[-1] if runs else None
+                if last and last[0] == group and last[1][-1][1].hash == place.parent:
+                    last[1].append((block, place))
+                else:
+                    runs.append((group, [(block, place)]))
+        for group, run in runs:
+            self._add(
+                StoredRun(
+                    group=group,
+                    hashes=tuple(place.hash for _, place in run),
+                    blocks=tuple(block for block, _ in run),
+                    indexes=tuple(place.index for _, place in run),
+                    parent=run[0][1].parent,
+                )
+            )
+
+    def _removed(self, event: Removed) -> None:
+        gone = []
+        for block_hash, block in zip(event.hashes, event.blocks, strict=True):
+            pending = self._pending.get((event.group, block))
+            if pending is not None and pending.hash == block_hash:
+                del self._pending[event.group, block]
+            blocks = self._visible.get((event.group, block_hash))
+            if blocks is None or blocks.pop(block, None) is None or blocks:
+                continue
+            del self._visible[event.group, block_hash]
+            gone.append(block_hash)
+        if gone:
+            self._add(RemovedRun(group=event.group, hashes=tuple(gone)))
+
+    def _cleared(self, event: Cleared, reason: str) -> None:
+        self._visible.clear()
+        self._pending.clear()
+        self._add(ClearedAll(reason=reason))
+
+    def _add(self, change: Change) -> None:
+        self.last_number += 1
+        self._events.append(NumberedChange(number=self.last_number, change=change))
+        if len(self._events) > self.max_events:
+            self._events.popleft()
