@@ -1,12 +1,11 @@
 """The daemon: everything is put together here, started, watched, drained and taken down in order.
 
-    start   lock socket ▶ backends ▶ node ▶ gRPC ▶ fd channel ▶ /metrics ▶ ticker ▶ ready
-    SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a second signal ends the wait) ▶ stop ▶ exit 0
+start   lock socket ▶ backends ▶ node ▶ gRPC ▶ fd channel ▶ /metrics ▶ ticker ▶ ready
+SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a second signal ends the wait) ▶ stop ▶ exit 0
 """
 
 import asyncio
 import logging
-
 import secrets
 import signal
 import time
@@ -24,7 +23,7 @@ from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.interceptors import Guard
 from kvhold_server.rpc.regions import RegionKeeper
 from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
-from kvhold_server.rpc.services.register import add_engine_services, add_admin_services
+from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
 from kvhold_server.rpc.workers import make_fd_channel
 from kvhold_server.sessions.lease import LeaseTerms
 
@@ -200,5 +199,3 @@ async def serve(config: ServerConfig) -> None:
     daemon = Daemon(config)
     await daemon.start()
     await daemon.run_until_stopped()
-
-

@@ -1,11 +1,11 @@
-"""Configuration: flags over environment over TOML file over defaults. The only place that reads argv or the environment.
+"""Configuration: flags over environment over TOML file over defaults. The only reader of argv and the environment.
 
     kvhold serve --lease-ttl-s 10        flag          highest
     KVHOLD_LEASE_TTL_S=10                environment
     lease_ttl_s = 10                     kvhold.toml   (--config or KVHOLD_CONFIG)
     ServerConfig.lease_ttl_s             default       lowest
 
-One name per setting in all four places. A key that nobody knows is an error in each of them, with the nearest known one.
+One name per setting in all four places. A key that nobody knows is an error in each, with the nearest known one.
 Bounds on callers are `[limits]` in the file, KVHOLD_LIMITS_MAX_POOLS, --limits-max-pools.
 """
 
@@ -73,7 +73,9 @@ class ServerConfig:
         for name in ("socket", "admin_socket"):
             path = getattr(self, name)
             if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise ConfigError("default", name, path, f"a unix socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes")
+                raise ConfigError(
+                    "default", name, path, f"a unix socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes"
+                )
 
     @property
     def state_path(self) -> Path:
@@ -136,12 +138,14 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str
     return {key.removeprefix(ENV_PREFIX).lower(): (value, f"environment {key}") for key, value in ours.items()}
 
 
-def _convert(key: str, value: object, origin: str) -> object:
+def _convert(key: str, value: object, origin: str) -> Any:
     """The value in the setting's own type, checked."""
     known = _settings()
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
-        raise ConfigError(origin, key, value, f"no such setting; did you mean {near[0]}?" if near else "no such setting")
+        raise ConfigError(
+            origin, key, value, f"no such setting; did you mean {near[0]}?" if near else "no such setting"
+        )
     spec = known[key]
     kind = spec.type if isinstance(spec.type, str) else spec.type.__name__
     try:

@@ -1,7 +1,7 @@
-"""A very small HTTP/1.1 server for scrapers and people: GET and HEAD of known paths, nothing else, one reply a connection.
+"""A very small HTTP/1.1 server for scrapers and people: GET and HEAD of known paths, one reply a connection.
 
-Requests have at most 8 KiB and 5 seconds; at most 32 connections are served at once, more are closed. Handlers run on the
-event loop and may await threads. Nothing here can change anything.
+Requests have at most 8 KiB and 5 seconds; at most 32 connections are served at once, more are closed. Handlers run on
+the event loop and may await threads. Nothing here can change anything.
 """
 
 import asyncio
@@ -15,7 +15,14 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",

@@ -2,8 +2,8 @@
 
     Node ──take_snapshot──▶ Snapshot ──KvholdCollector──▶ families ──prometheus_client──▶ text
 
-Nothing is counted here: numbers come from the pool, the session table and the shell's telemetry, where the truth is. The
-registry is our own. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
+Nothing is counted here: numbers come from the pool, the session table and the shell's telemetry, where the truth is.
+The registry is our own. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -177,7 +177,7 @@ POOL_FAMILIES: tuple[Spec, ...] = (
          _one(lambda p: p.counts.provisional)),
     Spec(GAUGE, "pool_fenced_blocks", "Free, waiting for a step of their last holder to complete.", (),
          _one(lambda p: p.counts.fenced)),
-    Spec(GAUGE, "pool_usage_ratio", "Share of usable blocks that are held or quarantined; the null block is not usable.", (),
+    Spec(GAUGE, "pool_usage_ratio", "Share of usable blocks (all but the null block) held or quarantined.", (),
          _one(lambda p: usage_ratio(p.counts))),
     Spec(GAUGE, "pool_sequences", "Sequences that hold blocks.", (), _one(lambda p: p.counts.sequences)),
     Spec(GAUGE, "pool_size_bytes", "Memory of the pool on all ranks.", (), _one(lambda p: p.size_bytes)),
@@ -185,12 +185,15 @@ POOL_FAMILIES: tuple[Spec, ...] = (
          _one(lambda p: p.block_size_bytes)),
     Spec(GAUGE, "pool_content_generation", "Grows with each content update.", (), _one(lambda p: p.content_generation)),
     Spec(GAUGE, "sessions", "Sessions by state.", ("state",), _many(lambda p: p.sessions)),
-    Spec(COUNTER, "sessions_ended", "Sessions that ended, by cause.", ("cause",), _many(lambda p: p.totals.sessions_ended)),
-    Spec(COUNTER, "allocations", "Extend and admit items by result.", ("result",), _many(lambda p: p.totals.allocations)),
+    Spec(COUNTER, "sessions_ended", "Sessions that ended, by cause.", ("cause",),
+         _many(lambda p: p.totals.sessions_ended)),
+    Spec(COUNTER, "allocations", "Extend and admit items by result.", ("result",),
+         _many(lambda p: p.totals.allocations)),
     Spec(COUNTER, "published_blocks", "Blocks that got a hash.", (), _one(lambda p: p.totals.num_published_blocks)),
     Spec(COUNTER, "evicted_blocks", "Blocks that lost their hash.", (), _one(lambda p: p.totals.num_evicted_blocks)),
     Spec(COUNTER, "steps", "Steps applied.", (), _one(lambda p: p.totals.num_steps)),
-    Spec(COUNTER, "replayed_steps", "Steps answered again from memory.", (), _one(lambda p: p.totals.num_replayed_steps)),
+    Spec(COUNTER, "replayed_steps", "Steps answered again from memory.", (),
+         _one(lambda p: p.totals.num_replayed_steps)),
     Spec(COUNTER, "memory_exports", "Answers of ExportMemory.", (), _one(lambda p: p.totals.num_exports)),
     Spec(COUNTER, "prefix_requests", "Admissions that asked the cache.", (), _one(lambda p: p.prefix.requests)),
     Spec(COUNTER, "prefix_query_tokens", "Tokens asked for at admissions.", (), _one(lambda p: p.prefix.query_tokens)),

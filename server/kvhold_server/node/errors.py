@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from kvhold_server.domain.errors import Exhausted, InvalidRequest, NotFound, PreconditionFailed, Unavailable, Unsupported
+from kvhold_server.domain.errors import (
+    Exhausted,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    Unsupported,
+)
 
 
 @dataclass(eq=False)

@@ -1,9 +1,9 @@
 """What must agree before one engine may use another's blocks, and how the first difference is named.
 
-    plan fingerprint    where each byte lies                       PLAN_MISMATCH
-    ByteFormat          what an engine writes there (R15)          BYTE_FORMAT_MISMATCH
-    ContentIdentity     what a hash stands for (R14)               CONTENT_MISMATCH
-    PoolOptions         how the pool was made                      PLAN_MISMATCH
+plan fingerprint    where each byte lies                       PLAN_MISMATCH
+ByteFormat          what an engine writes there (R15)          BYTE_FORMAT_MISMATCH
+ContentIdentity     what a hash stands for (R14)               CONTENT_MISMATCH
+PoolOptions         how the pool was made                      PLAN_MISMATCH
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class PoolIdentity:
 
 
 def first_difference(held: object, asked: object, path: str = "") -> str:
-    """Where two values of the same shape first differ, e.g. "ranks[0].num_blocks: 100 held, 90 asked"; empty: nowhere."""
+    """Where two values of one shape first differ, e.g. "ranks[0].num_blocks: 100 held, 90 asked"; empty: nowhere."""
     if held == asked:
         return ""
     if dataclasses.is_dataclass(held) and type(held) is type(asked):

@@ -229,7 +229,9 @@ class Node:
             raise RankNotFound(name, rank, live.num_ranks - 1)
         regions = [region for region in live.regions if region.rank == rank]
         if not regions:
-            raise NoMemoryHere(name, "it was made for simulation" if live.plan is None else f"rank {rank} has no layers")
+            raise NoMemoryHere(
+                name, "it was made for simulation" if live.plan is None else f"rank {rank} has no layers"
+            )
         size_bytes = regions[0].requested_bytes
         if expected_size_bytes and expected_size_bytes not in (size_bytes, regions[0].size_bytes):
             raise RegionSizeMismatch(name, rank, size_bytes, expected_size_bytes)
@@ -262,9 +264,7 @@ class Node:
     def open_session(self, request: OpenRequest, resume_token: str) -> Opened:
         """Opens or resumes. Raises PoolNotFound, ResumeRefused, TooManySessions, Draining, InvalidField."""
         live = self.pool(request.pool)
-        credentials = Credentials(
-            session_id=SessionId(self._shell.new_secret()), resume_token=self._shell.new_secret()
-        )
+        credentials = Credentials(session_id=SessionId(self._shell.new_secret()), resume_token=self._shell.new_secret())
         if resume_token:
             return self.sessions.resume(live.name, resume_token, credentials, self.now_s)
         self._check_admitting()

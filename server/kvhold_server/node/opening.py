@@ -1,8 +1,8 @@
 """Opening a pool in two phases, so that slow memory work never holds up a step.
 
-    begin ──▶ Attached                                 somebody has it open, and everything agrees
-         └──▶ Opening(requests) ── memory, in a thread ──┬─▶ finish(regions) ──▶ the pool is there
-              (the name is taken: PoolBusy)              └─▶ abort() ──▶ as if nothing had been asked
+begin ──▶ Attached                                 somebody has it open, and everything agrees
+     └──▶ Opening(requests) ── memory, in a thread ──┬─▶ finish(regions) ──▶ the pool is there
+          (the name is taken: PoolBusy)              └─▶ abort() ──▶ as if nothing had been asked
 """
 
 from dataclasses import dataclass, field

@@ -20,9 +20,7 @@ SAME_BLOCKS_AS = {
     "draft_sliding_window": GroupKind.SLIDING_WINDOW,
 }
 
-WINDOWS = frozenset(
-    {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.RSWA, GroupKind.KPOOL_TAIL}
-)
+WINDOWS = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.RSWA, GroupKind.KPOOL_TAIL})
 CHUNKS = frozenset({GroupKind.CHUNKED_LOCAL})
 STATES = frozenset({GroupKind.MAMBA})
 
@@ -59,7 +57,7 @@ def build_pool_config(plan: Plan | None, options: PoolOptions, content: ContentI
 
 
 def group_config(index: int, group: Group) -> GroupConfig:
-    """How blocks of one planned group are used. A kind's spec has the fields that matter for it; the others' are absent."""
+    """How blocks of one planned group are used. A spec has the fields that matter for its kind, and no others."""
     kind = SAME_BLOCKS_AS.get(group.kind) or _kind(index, group.kind)
     spec = group.spec
 

@@ -25,7 +25,7 @@ from kvhold_server.rpc.status import to_wire
 logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler: TypeAlias = Any  # grpc.RpcMethodHandler is typed for the blocking arms only
 Decode = Callable[[bytes], Any]
 OUR_PACKAGE = "/kvhold.v1."
 

@@ -110,8 +110,12 @@ def _options(m: pb.PoolOptions, hash_algorithm: str, default_backend: str) -> Po
 
 def _overrides(m: pb.PoolOverrides) -> PoolOverrides:
     names = (
-        "scheduler_block_size_tokens", "hash_block_size_tokens", "max_in_flight_tokens", "max_model_len_tokens", "num_blocks"
-    )  # fmt: skip
+        "scheduler_block_size_tokens",
+        "hash_block_size_tokens",
+        "max_in_flight_tokens",
+        "max_model_len_tokens",
+        "num_blocks",
+    )
     values = {name: _ranged(f"options.overrides.{name}", getattr(m, name), 0, MAX_INT32) for name in names}
     if len(m.groups) > MAX_OVERRIDE_GROUPS:
         rule = f"must be at most {MAX_OVERRIDE_GROUPS}"
@@ -291,5 +295,3 @@ def duration(seconds: float) -> Duration:
     """A span as the wire has it."""
     whole = int(seconds)
     return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-

@@ -1,6 +1,6 @@
 """Reserving and releasing the regions of a pool, in threads, all or nothing.
 
-    reserve r0 ─▶ r1 ─▶ r2 fails ─▶ release r1, r0 ─▶ the error leaves
+reserve r0 ─▶ r1 ─▶ r2 fails ─▶ release r1, r0 ─▶ the error leaves
 """
 
 import asyncio
@@ -20,9 +20,7 @@ class RegionKeeper:
         self._backends = backends
         self._reservers: dict[str, Reserver] = {}
 
-    async def reserve(
-        self, backend: str, requests: Iterable[RegionRequest], wait_s: float
-    ) -> tuple[Region, ...]:
+    async def reserve(self, backend: str, requests: Iterable[RegionRequest], wait_s: float) -> tuple[Region, ...]:
         """All regions, or none and the first error."""
         reserver = self._reserver(backend)
         held: list[Region] = []

@@ -5,7 +5,7 @@ The pool answers only the items that it tried; the wire answers all of them, in 
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_server.node.step_values import StepAnswer, StepCommand
@@ -13,13 +13,14 @@ from kvhold_server.node.steps import is_unknown
 from kvhold_server.pool.errors import NeverFits, SequenceExists
 from kvhold_server.pool.values import Bound, Counts, Status, StepOutput
 
+WireStatus: TypeAlias = "pb.ItemStatus.ValueType"
 OK = pb.ITEM_STATUS_OK
 MAX_PROBLEMS = 100
 FAILED = (Status.REFUSED, Status.CONFLICT, Status.ERROR)
 NOT_TRIED = pb.ITEM_STATUS_NOT_TRIED
 
 # Of an item that failed with an error of its own: which status the error is.
-STATUS_OF_ERROR: tuple[tuple[Callable[[object], bool], int], ...] = (
+STATUS_OF_ERROR: tuple[tuple[Callable[[object], bool], WireStatus], ...] = (
     (is_unknown, pb.ITEM_STATUS_UNKNOWN_SEQUENCE),
     (lambda error: isinstance(error, SequenceExists), pb.ITEM_STATUS_SEQUENCE_EXISTS),
     (lambda error: isinstance(error, NeverFits), pb.ITEM_STATUS_NEVER_FITS),
@@ -55,11 +56,10 @@ def fill_problems(response: Any, out: StepOutput) -> None:
 def fill_extend(message: pb.ExtendResults, num_items: int, answer: StepAnswer) -> None:
     """Extend results, padded to all items."""
     out = answer.output
-    statuses = out.extend_status
-    if any(statuses):
-        statuses = [item_status("extend", i, status, 0, NOT_TRIED, answer) for i, status in enumerate(statuses)]
-    else:
-        statuses = [OK] * len(statuses)
+    tried = out.extend_status
+    statuses: list[WireStatus] = [OK] * len(tried)
+    if any(tried):
+        statuses = [item_status("extend", i, status, 0, NOT_TRIED, answer) for i, status in enumerate(tried)]
     missing = num_items - len(statuses)
     message.statuses.extend(statuses + [NOT_TRIED] * missing if missing else statuses)
     message.num_new_blocks.extend(out.extend_counts)
@@ -120,7 +120,7 @@ def fill_counts(message: pb.PoolCounts, counts: Counts, num_available_blocks: in
     message.num_available_blocks = num_available_blocks
 
 
-def item_status(part: str, index: int, status: int, bound: int, untried: int, answer: StepAnswer) -> int:
+def item_status(part: str, index: int, status: int, bound: int, untried: WireStatus, answer: StepAnswer) -> WireStatus:
     """The wire's status of one tried item."""
     if status == Status.OK:
         return OK
@@ -136,7 +136,7 @@ def item_status(part: str, index: int, status: int, bound: int, untried: int, an
     return next((found for matches, found in STATUS_OF_ERROR if matches(error)), pb.ITEM_STATUS_INVALID)
 
 
-def _rest_status(out: StepOutput) -> int:
+def _rest_status(out: StepOutput) -> WireStatus:
     """Of admits that were not looked at: an item before them was refused, or the budget was used up."""
     refused = any(out.extend_status) or any(status in FAILED for status in out.admit_status)
     return NOT_TRIED if refused else pb.ITEM_STATUS_NO_BUDGET

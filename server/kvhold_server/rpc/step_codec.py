@@ -163,9 +163,7 @@ def _admit(m: pb.AdmitItems, shape: WireShape, limits: ServiceLimits) -> AdmitCo
     )
 
 
-def _as_remembered(
-    counts: list[int], num_tokens: list[int], skip_lookup: list[bool], shape: WireShape
-) -> list[int]:
+def _as_remembered(counts: list[int], num_tokens: list[int], skip_lookup: list[bool], shape: WireShape) -> list[int]:
     """No hashes where there could be some: the daemon is to use those that were sent before (R19), which is -1."""
     rows = zip(counts, num_tokens, skip_lookup, strict=True)
     return [c or (0 if skip or tokens < shape.hash_unit_tokens else -1) for c, tokens, skip in rows]
@@ -200,7 +198,7 @@ def _invalidate(m: pb.InvalidateItems, shape: WireShape, limits: ServiceLimits) 
 def block_ids(field: str, values: Any, num_blocks: int) -> list[int]:
     """Ids of real blocks: the null block is none."""
     found = list(values)
-    if found and not (0 < min(found) and max(found) < num_blocks):
+    if found and not (min(found) > 0 and max(found) < num_blocks):
         wrong = next(b for b in found if not 0 < b < num_blocks)
         raise InvalidField(field, wrong, f"must be 1..{num_blocks - 1}")
     return found

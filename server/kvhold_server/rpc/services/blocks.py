@@ -1,5 +1,6 @@
-"""BlockService: the hot path. Each handler is one synchronous turn of the event loop; `answer_*` need no gRPC at all, so
-that another transport can serve the same messages.
+"""BlockService: the hot path. Each handler is one synchronous turn of the event loop.
+
+The `answer_*` methods need no gRPC at all, so that another transport can serve the same messages.
 """
 
 from typing import Any
@@ -78,9 +79,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         command, answer = self._apply(step)
         results = pb.ExtendResults()
         fill_extend(results, len(command.items.extend.sequence_ids), answer)
-        response = pb.PublishResponse(
-            boot_id=self._node.boot_id, replayed=answer.replayed, statuses=results.statuses
-        )
+        response = pb.PublishResponse(boot_id=self._node.boot_id, replayed=answer.replayed, statuses=results.statuses)
         fill_counts(response.counts, answer.counts, answer.num_available_blocks)
         return response
 

@@ -1,6 +1,5 @@
 """PoolService. Slow work (planning, memory) runs in threads between the node's two phases; see node/opening.py."""
 
-
 from typing import Any
 
 from kvhold.v1 import plan_pb2, pool_pb2_grpc
@@ -142,5 +141,3 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
 
 def _encoded(plan: Plan | None) -> plan_pb2.Plan | None:
     return encode_plan(plan) if plan is not None else None
-
-
