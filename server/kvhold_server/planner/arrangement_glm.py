@@ -162,9 +162,7 @@ class GlmArrangement(Arrangement):
 
     def _draft_tensors(self, draft_blocks: int, num_blocks: int, size: int) -> list[TensorPlacement]:
         parts, layout = self._parts, self.config.layout
-        offset = num_blocks * (
-            len(parts.rows) * parts.row_page_bytes + len(parts.indexers) * parts.index_page_bytes
-        )
+        offset = num_blocks * (len(parts.rows) * parts.row_page_bytes + len(parts.indexers) * parts.index_page_bytes)
         tensors = []
         for group in parts.drafts:
             for name, spec in group.layers():

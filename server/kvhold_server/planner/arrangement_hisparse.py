@@ -127,7 +127,9 @@ class HisparseArrangement(Arrangement):
     def _block_tokens(self) -> int:
         blocks = sorted({spec.block_size_tokens for spec in self._wrapper().each()})
         if len(blocks) != 1:
-            raise HisparseInvalid(field="block_size_tokens", value=blocks, constraint="must be the same in all MLA layers")
+            raise HisparseInvalid(
+                field="block_size_tokens", value=blocks, constraint="must be the same in all MLA layers"
+            )
         return blocks[0]
 
     def _buffer_rows(self) -> int:
@@ -192,7 +194,9 @@ class HisparseArrangement(Arrangement):
         for pack in packs:
             pages = sorted({spec.page_size_bytes for _, spec in pack})
             if len(pages) != 1:
-                raise HisparseInvalid(field="page_size_bytes", value=pages, constraint="must be one size in a group of rows")
+                raise HisparseInvalid(
+                    field="page_size_bytes", value=pages, constraint="must be one size in a group of rows"
+                )
         return packs
 
     def _host_block_stride(self) -> int:
@@ -216,4 +220,3 @@ def _wrapped(members: _Members, role: GroupRole, *, host_resident: bool = False)
 def _derived(names: list[LayerName], suffix: str, spec: LayerSpec) -> LayerGroup:
     derived = tuple(LayerName(f"{name}.{suffix}") for name in names)
     return LayerGroup(layer_names=derived, spec=spec, enable_kv_transfer=False)
-

@@ -1,8 +1,8 @@
 """The grid of the scheduler and that of the hash chain.
 
-    group A, block 32    │       │       │       │       scheduler block 96: all groups' blocks end together
-    group B, block 48    │           │           │       hash block 16: divides them all, so that one chain of hashes
-    hash blocks          │   │   │   │   │   │   │       serves both
+group A, block 32    │       │       │       │       scheduler block 96: all groups' blocks end together
+group B, block 48    │           │           │       hash block 16: divides them all, so that one chain of hashes
+hash blocks          │   │   │   │   │   │   │       serves both
 """
 
 import math

@@ -88,32 +88,40 @@ def fit_length(budgets: Sequence[RankBudget], limits: Limits) -> FittedLength:
     return fitted
 
 
-def check_memory(budgets: Sequence[RankBudget], limits: Limits) -> None:
-    """Raises NoMemory or InsufficientMemory for the first rank that cannot hold one request of the length asked for."""
+def check_any_memory(budgets: Sequence[RankBudget], limits: Limits) -> None:
+    """Raises NoMemory for the first rank that has no block besides the null block."""
     for budget in distinct_budgets(budgets):
-        spare, need = budget.spare_bytes(limits), budget.arrangement.need_bytes(limits)
-        if 0 < spare and need <= spare:
-            continue
-        block = budget.arrangement.reserve_bytes
-        min_blocks = cdiv(need - budget.arrangement.pool_bytes(limits), block) + 1
-        if spare <= 0:
+        if budget.spare_bytes(limits) <= 0:
             raise NoMemory(
                 rank=budget.rank,
                 available_bytes=budget.memory_bytes(limits),
-                block_bytes=block,
-                needed_bytes=need,
-                min_blocks=min_blocks,
+                block_bytes=budget.arrangement.reserve_bytes,
+                needed_bytes=budget.arrangement.need_bytes(limits),
+                min_blocks=_min_blocks(budget, limits),
                 max_model_len_tokens=limits.max_model_len_tokens,
             )
-        raise InsufficientMemory(
-            rank=budget.rank,
-            available_bytes=spare,
-            block_bytes=block,
-            needed_bytes=need,
-            min_blocks=min_blocks,
-            max_model_len_tokens=limits.max_model_len_tokens,
-            estimated_max_model_len_tokens=longest_request(budget, limits),
-        )
+
+
+def check_one_request(budgets: Sequence[RankBudget], limits: Limits) -> None:
+    """Raises InsufficientMemory for the first rank that cannot hold one request of the length asked for."""
+    for budget in distinct_budgets(budgets):
+        spare, need = budget.spare_bytes(limits), budget.arrangement.need_bytes(limits)
+        if need > spare:
+            raise InsufficientMemory(
+                rank=budget.rank,
+                available_bytes=spare,
+                block_bytes=budget.arrangement.reserve_bytes,
+                needed_bytes=need,
+                min_blocks=_min_blocks(budget, limits),
+                max_model_len_tokens=limits.max_model_len_tokens,
+                estimated_max_model_len_tokens=longest_request(budget, limits),
+            )
+
+
+def _min_blocks(budget: RankBudget, limits: Limits) -> int:
+    """Blocks of one request and the null block."""
+    need = budget.arrangement.need_bytes(limits) - budget.arrangement.pool_bytes(limits)
+    return cdiv(need, budget.arrangement.reserve_bytes) + 1
 
 
 def distinct_budgets(budgets: Sequence[RankBudget]) -> list[RankBudget]:

@@ -322,7 +322,9 @@ class RankWithoutLayers(PreconditionFailed):
 class RanksDisagree(PreconditionFailed):
     """Ranks would need different layouts for one set of block ids."""
 
-    template = "rank {rank}: {reason}, while rank {other_rank} uses the drafter's own pool: all ranks must have its shape"
+    template = (
+        "rank {rank}: {reason}, while rank {other_rank} uses the drafter's own pool: all ranks must have its shape"
+    )
     rank: int
     other_rank: int
     reason: str
@@ -388,3 +390,15 @@ class UnequalPages(PreconditionFailed):
     page_bytes: int
     other_layer_name: str
     other_page_bytes: int
+
+
+@dataclass(eq=False)
+class PlanTooLarge(InvalidRequest):
+    """A size of the plan does not fit the wire's integers."""
+
+    template = (
+        "rank {rank}: a size of {size_bytes} bytes is beyond {max_bytes}: ask for fewer blocks or shorter requests"
+    )
+    rank: int
+    size_bytes: int
+    max_bytes: int

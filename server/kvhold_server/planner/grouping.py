@@ -1,13 +1,13 @@
 """Layers → groups that share a block table. The first rule that applies decides:
 
-    1  nothing to group                                          no groups
-    2  host-resident rows are asked for, and the model has them  its groups (hisparse_groups)
-    3  all layers merge into one spec                            one group
-    4  all hold the same number of blocks                        one group, a page each (uniform_type)
-    5  compressed MLA with recurrent layers                      its groups (glm_groups)
-    6  block-outermost layout and different pages                packed groups; a group per hidden-state layer
-    7  otherwise make pages equal                                groups of equal pages; hidden-state groups behind them
-       and where that is impossible                              everything as full attention, or refuse
+1  nothing to group                                          no groups
+2  host-resident rows are asked for, and the model has them  its groups (hisparse_groups)
+3  all layers merge into one spec                            one group
+4  all hold the same number of blocks                        one group, a page each (uniform_type)
+5  compressed MLA with recurrent layers                      its groups (glm_groups)
+6  block-outermost layout and different pages                packed groups; a group per hidden-state layer
+7  otherwise make pages equal                                groups of equal pages; hidden-state groups behind them
+   and where that is impossible                              everything as full attention, or refuse
 """
 
 import dataclasses

@@ -90,9 +90,7 @@ class RequestBlocks:
     host: int
 
 
-def request_blocks(
-    groups: Sequence[LayerGroup], limits: Limits, pooled: frozenset[int] = frozenset()
-) -> RequestBlocks:
+def request_blocks(groups: Sequence[LayerGroup], limits: Limits, pooled: frozenset[int] = frozenset()) -> RequestBlocks:
     """As the scheduler counts them: by each group's first layer, without the groups that have a pool of their own."""
     device = host = 0
     for index, group in enumerate(groups):

@@ -11,9 +11,7 @@ from kvhold_server.planner.errors import PageDoesNotScale
 from kvhold_server.planner.groups import LayerGroup, with_spec
 
 
-def add_hidden_groups(
-    groups: Sequence[LayerGroup], hidden: dict[LayerName, HiddenStateSpec]
-) -> tuple[LayerGroup, ...]:
+def add_hidden_groups(groups: Sequence[LayerGroup], hidden: dict[LayerName, HiddenStateSpec]) -> tuple[LayerGroup, ...]:
     """The groups, enlarged until one token's hidden state fits a page, and one group per hidden layer behind them.
 
     `groups` is not empty and all its pages are equal. Raises PageDoesNotScale.
@@ -51,6 +49,12 @@ def enlarge(name: LayerName, spec: LayerSpec, factor: int) -> LayerSpec:
 
 def _hidden_group(name: LayerName, spec: HiddenStateSpec, page: int, grid: int) -> LayerGroup:
     fitting = max(page // spec.token_size_bytes, 1)
-    block = next(size for size in range(min(grid, fitting), 0, -1) if grid % size == 0)
+    block = largest_divisor(grid, fitting)
     own = dataclasses.replace(spec, block_size_tokens=block, page_size_padded_bytes=page, alignment_bytes=None)
     return LayerGroup(layer_names=(name,), spec=own)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`; both are positive."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return max(d for d in (*small, *(number // d for d in small)) if d <= limit)

@@ -18,7 +18,13 @@ from kvhold_server.planner.arrangement import Arrangement, GenericArrangement, P
 from kvhold_server.planner.arrangement_glm import GlmArrangement, GlmParts, recognise
 from kvhold_server.planner.arrangement_hisparse import HisparseArrangement
 from kvhold_server.planner.block_sizes import resolve_block_sizes
-from kvhold_server.planner.capacity import RankBudget, check_memory, distinct_budgets, fit_length
+from kvhold_server.planner.capacity import (
+    RankBudget,
+    check_any_memory,
+    check_one_request,
+    distinct_budgets,
+    fit_length,
+)
 from kvhold_server.planner.errors import (
     BlocksTooFew,
     HostPoolTooSmall,
@@ -111,9 +117,12 @@ def complete_plan(request: PlanRequest, model: SpecMap, grouping: Grouping) -> P
     if not model:
         return _empty_plan(request)
     limits = request.config.limits
-    check_specs(grouping.groups, limits)
     arrangements, warnings = arrange(request, grouping.groups)
-    fitted = fit(request, arrangements, limits)
+    budgets = budgets_of(request, arrangements)
+    if not request.config.auto_fit_max_model_len:
+        check_any_memory(budgets, limits)
+    check_specs(grouping.groups, limits)
+    fitted = fit(request, budgets, limits)
     placed = _place_all(fitted)
     return _report(request, fitted, placed, (*grouping.warnings, *warnings, *fitted.warnings))
 
@@ -173,13 +182,13 @@ def _glm_warning(rank: int, reason: str) -> PlanWarning:
     )
 
 
-def fit(request: PlanRequest, arrangements: Sequence[Arrangement], limits: Limits) -> Fitted:
-    """Length and number of blocks that all ranks can hold. Raises NoMemory, InsufficientMemory, CannotAutoFit."""
+def budgets_of(request: PlanRequest, arrangements: Sequence[Arrangement]) -> tuple[RankBudget, ...]:
+    """Each rank's memory; with host-resident rows that of the smallest rank for all."""
     config = request.config
     memories = [rank.available_memory_bytes for rank in request.ranks]
     if config.hisparse is not None:
         memories = [min(memories)] * len(memories)
-    budgets = tuple(
+    return tuple(
         RankBudget(
             rank=rank,
             arrangement=arrangement,
@@ -188,13 +197,19 @@ def fit(request: PlanRequest, arrangements: Sequence[Arrangement], limits: Limit
         )
         for rank, (arrangement, memory) in enumerate(zip(arrangements, memories, strict=True))
     )
+
+
+def fit(request: PlanRequest, budgets: tuple[RankBudget, ...], limits: Limits) -> Fitted:
+    """Length and number of blocks that all ranks can hold. Raises NoMemory, InsufficientMemory, CannotAutoFit."""
+    config = request.config
     warnings: list[PlanWarning] = []
     if config.auto_fit_max_model_len:
         fitted = fit_length(budgets, limits)
         if fitted.max_model_len_tokens < limits.max_model_len_tokens:
             warnings.append(_length_warning(limits.max_model_len_tokens, fitted.max_model_len_tokens, fitted.rank))
         limits = limits.with_len(fitted.max_model_len_tokens)
-    check_memory(budgets, limits)
+    check_any_memory(budgets, limits)
+    check_one_request(budgets, limits)
     distinct = distinct_budgets(budgets)
     warnings += [warning for budget in distinct if (warning := _override_warning(budget, limits)) is not None]
     host_counts = [count for b in distinct if (count := b.arrangement.host_num_blocks()) is not None]

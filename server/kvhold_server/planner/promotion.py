@@ -65,8 +65,6 @@ def promotion_refusal(specs: SpecMap) -> PromotionFailed:
     first_name, first = next(iter(specs.items()))
     for name, spec in specs.items():
         if not joins(first, spec):
-            return PromotionFailed(
-                layer_name=name, kind=spec.kind, other_layer_name=first_name, other_kind=first.kind
-            )
+            return PromotionFailed(layer_name=name, kind=spec.kind, other_layer_name=first_name, other_kind=first.kind)
     last_name, last = next(reversed(list(specs.items())))
     return PromotionFailed(layer_name=last_name, kind=last.kind, other_layer_name=first_name, other_kind=first.kind)

@@ -1,7 +1,7 @@
 """Groups of equal pages: each kind of layer is dealt into groups of about one size, so that groups can share memory.
 
-    4 full + 5 sliding, size 5:   [f0 f1 f2 f3 ··] [s0 s1 s2 s3 s4]                ·· a dummy layer: padding
-    4 full + 6 sliding, size 4:   [f0 f1 f2 f3] [s0 s2 s4 ··] [s1 s3 s5 ··]        dealt in turn, not cut
+4 full + 5 sliding, size 5:   [f0 f1 f2 f3 ··] [s0 s1 s2 s3 s4]                ·· a dummy layer: padding
+4 full + 6 sliding, size 4:   [f0 f1 f2 f3] [s0 s2 s4 ··] [s1 s3 s5 ··]        dealt in turn, not cut
 """
 
 from collections.abc import Sequence

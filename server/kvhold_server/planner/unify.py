@@ -1,8 +1,8 @@
 """Making pages equal: smaller pages grow with their block, or are padded, to the largest one.
 
-    full, block 16, page 8192      ┐                 block 32, page 16384     per-token pages grow with the block
-    sliding, block 16, page 16384  ├── largest ──▶   block 16, page 16384
-    state, page 12000              ┘                 page 16384 (padded)      a state's page does not depend on the block
+full, block 16, page 8192      ┐                 block 32, page 16384     per-token pages grow with the block
+sliding, block 16, page 16384  ├── largest ──▶   block 16, page 16384
+state, page 12000              ┘                 page 16384 (padded)      a state's page does not depend on the block
 """
 
 from kvhold_server.domain.ids import LayerName

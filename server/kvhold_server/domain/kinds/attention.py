@@ -1,8 +1,8 @@
 """What all attention kinds share: the geometry of a page of keys and values.
 
-    page = heads × states × content        heads    num_head_slots, or num_kv_heads
-                                           states   floor(block / tokens per state), exact; 1/4 means 4 per token
-                                           content  state_content_bytes, or (key + value elements) × element
+page = heads × states × content        heads    num_head_slots, or num_kv_heads
+                                       states   floor(block / tokens per state), exact; 1/4 means 4 per token
+                                       content  state_content_bytes, or (key + value elements) × element
 """
 
 import dataclasses

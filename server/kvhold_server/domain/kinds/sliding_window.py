@@ -1,9 +1,9 @@
 """Sliding-window attention: only the last tokens stay, so blocks leave the window while a request runs.
 
-    computed      in flight
-    ────────────┬───────────┐
-       ╔════════╪═════════╗ │   window − 1 before the first token in flight, + extra for drafts, + what is in flight;
-    ───╨────────┴─────────╨─┘   one block more because the window need not begin on a block's edge
+computed      in flight
+────────────┬───────────┐
+   ╔════════╪═════════╗ │   window − 1 before the first token in flight, + extra for drafts, + what is in flight;
+───╨────────┴─────────╨─┘   one block more because the window need not begin on a block's edge
 """
 
 import dataclasses

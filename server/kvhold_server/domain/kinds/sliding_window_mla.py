@@ -65,9 +65,7 @@ class SlidingWindowMlaSpec(SlidingWindowSpec):
         problem = outside_family(specs, Family.SLIDING_MLA) or different_field(specs, _MERGED_FIELDS)
         if problem is not None:
             return problem
-        return dataclasses.replace(
-            self, page_size_padded_bytes=self.padded_page_size_bytes, alignment_bytes=None
-        )
+        return dataclasses.replace(self, page_size_padded_bytes=self.padded_page_size_bytes, alignment_bytes=None)
 
     def promoted(self, block_size_tokens: int) -> LayerSpec | None:
         """MLA that remembers its window; replay has no meaning there."""

@@ -1,6 +1,6 @@
 """A group's spec where every layer keeps its own: same number of blocks for all, a page each.
 
-    block 7 of the group:  │ page of layer a │ page of b │ page of c      │     page = sum of the members' pages
+block 7 of the group:  │ page of layer a │ page of b │ page of c      │     page = sum of the members' pages
 """
 
 from collections.abc import Iterable, Sequence
