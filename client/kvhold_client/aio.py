@@ -260,7 +260,7 @@ class AsyncSession:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         request = session_pb2.CloseSessionRequest(
-            session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_step
+            session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_sent_step
         )
         try:
             if self._dead is None:

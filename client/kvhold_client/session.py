@@ -30,7 +30,11 @@ MAX_RETRY_PAUSE_S = 1.0
 
 
 class Session:
-    """Made by `Pool.open_session`. Also a context manager, which closes it. One thread steps; any may read."""
+    """Made by `Pool.open_session`. Also a context manager, which closes it. One thread steps; any may read.
+
+    `guard` is held while credentials change. Whoever sends a table's request and applies the answer by hand holds it
+    around both, so that a resume in the background never sees a mirror between the two; `table.flush` does so itself.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,8 @@ class Session:
         on_lost: Callable[[list[int]], None] | None = None,
     ) -> None:
         self.shape = shape
-        self.table = SequenceTable(shape, send=self.step)
+        self.guard = threading.RLock()
+        self.table = SequenceTable(shape, send=self.step, guard=self.guard)
         self.draining = False
         self._channel = channel
         self._core = core
@@ -49,7 +54,6 @@ class Session:
         self._on_lost = on_lost
         self._blocks = block_pb2_grpc.BlockServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
-        self._lock = threading.RLock()  # guards credentials and resuming
         self._dead: KvholdError | None = None
         self._closing = threading.Event()
         self._stream: Any = None
@@ -108,7 +112,7 @@ class Session:
         while True:
             if self._dead is not None:
                 raise self._dead
-            with self._lock:
+            with self.guard:
                 used = self._core.stamp(request)
             try:
                 return decode_step(call(self._blocks.Step, request, self._settings))
@@ -130,7 +134,7 @@ class Session:
 
     def _resume(self, used: Credentials) -> None:
         """Resumes, unless somebody did since `used`. Raises what ended the session."""
-        with self._lock:
+        with self.guard:
             if self._dead is not None:
                 raise self._dead
             if self._core.current is not used:
@@ -190,7 +194,7 @@ class Session:
     # ----------------------------------------------------------------------------------------------------- the end
     def close(self) -> None:
         """Ends the session in order: what it holds is released, what it completed stays cached. Idempotent."""
-        with self._lock:
+        with self.guard:
             if self._core.credentials is None:
                 return
             used, self._core.credentials = self._core.credentials, None
@@ -198,7 +202,7 @@ class Session:
         try:
             if self._dead is None:
                 request = session_pb2.CloseSessionRequest(
-                    session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_step
+                    session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_sent_step
                 )
                 call(self._sessions.CloseSession, request, self._settings)
         except (Unreachable, SessionFenced):
@@ -214,7 +218,7 @@ class Session:
         if self._stream is not None:
             self._stream.cancel()
         self._thread.join(timeout=2.0)
-        with self._lock:
+        with self.guard:
             self._core.credentials = None
 
     def __enter__(self) -> "Session":

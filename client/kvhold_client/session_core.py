@@ -51,6 +51,7 @@ class SessionCore:
         self.pid = pid
         self.credentials: Credentials | None = None
         self.step = 0
+        self.sent_step = 0  # last step that the daemon was told of: silent ones may have followed
         self.part = -1  # of the last request of this step
         self.completed_step = 0
 
@@ -114,6 +115,11 @@ class SessionCore:
         self.completed_step = completed
         return self.step
 
+    @property
+    def completed_sent_step(self) -> int:
+        """The last completed step that the daemon has heard of: what may be said when closing."""
+        return min(self.completed_step, self.sent_step)
+
     def number(self, request: block_pb2.StepRequest) -> None:
         """Gives the request its (step, part), once; retries keep it."""
         if self.step < 1:
@@ -122,6 +128,7 @@ class SessionCore:
             raise ValueError(f"a step has at most {MAX_PARTS} requests")
         self.part += 1
         request.step, request.part, request.completed_step = self.step, self.part, self.completed_step
+        self.sent_step = self.step
 
     def stamp(self, request: block_pb2.StepRequest) -> Credentials:
         """Fills in the credentials of now: those change when a retry follows a resume."""
