@@ -22,6 +22,7 @@ transport (`send` is handed in) and no clock; asyncio callers use `plan_step` an
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,7 @@ class SequenceTable:
         shape: PoolShape,
         *,
         send: Callable[[pb.StepRequest], StepReply] | None = None,
+        guard: AbstractContextManager[object] | None = None,
         max_silent_steps: int = 16,
     ) -> None:
         """`max_silent_steps`: finished sequences and completed steps are reported at the latest after so many steps in
@@ -109,6 +111,7 @@ class SequenceTable:
         self.step = 0
         self.completed_step = 0
         self._send = send
+        self._guard = guard or nullcontext()
         self._max_silent_steps = max_silent_steps
         self._num_silent_steps = 0
         self._reported_step = 0  # last step that a request was sent in
@@ -229,8 +232,9 @@ class SequenceTable:
     def flush(self, *, token_budget: int = 0, force: bool = False) -> StepOutcome:
         """plan_step, rpc, apply. Raises the rpc's KvholdError; what was queued is then still queued."""
         assert self._send is not None, "this table has no session: use plan_step and apply"
-        request = self.plan_step(token_budget=token_budget, force=force)
-        return StepOutcome() if request is None else self.apply(self._send(request))
+        with self._guard:
+            request = self.plan_step(token_budget=token_budget, force=force)
+            return StepOutcome() if request is None else self.apply(self._send(request))
 
     def _has_news(self) -> bool:
         """Frees that wait, or a completed step that the daemon still counts as running."""
@@ -356,7 +360,7 @@ class SequenceTable:
     # --------------------------------------------------------------------------------- after a daemon's restart
     def held_sequences(self) -> Iterator[HeldSequence]:
         """What to re-assert when the daemon restarted: every running sequence, with what is proven to be written."""
-        for sequence in self.sequences.values():
+        for sequence in list(self.sequences.values()):  # another thread may ask
             if sequence.state is SequenceState.RUNNING:
                 proven = sequence.publish_step <= self.completed_step
                 yield HeldSequence(

@@ -1,0 +1,1 @@
+"""Replays request traces through scheduler processes and a daemon, with real bytes. See `runner.py`."""
