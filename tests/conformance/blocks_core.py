@@ -313,7 +313,7 @@ class Replay:
         self.requests: dict[str, Request] = {}
         self.by_id: dict[int, Request] = {}
         self.last_statistics: dict[str, int] = {}
-        self.was_reset = False
+        self.looked_up: str | None = None  # the request that was looked up by the operation before this one
         driver.open(self.config)
 
     def apply(self, row: Row) -> list[str]:
@@ -321,6 +321,7 @@ class Replay:
         if row["op"] == "probe":
             return self.compare_state(row["state"])
         differences = list(getattr(self, f"op_{row['op']}")(row))
+        self.looked_up = row["r"] if row["op"] == "lookup" else None
         if self.auto_events:
             differences += compare("events", self.shown(self.driver.events()), row.get("ev", []), key=order_of_removed)
         differences += compare("free", self.driver.num_free(), row["free"])
@@ -398,11 +399,14 @@ class Replay:
         )
 
     def admit(self, request: Request, row: Row) -> Grant:
+        # A recorded admission with an old lookup takes what that one found. Ours looks up again, and may be capped.
+        is_old = "hit" in row and self.looked_up != request.name
         return self.driver.admit(
             request,
             num_tokens=len(request.tokens),
             num_prompt_tokens=request.num_prompt_tokens,
             max_new_tokens=row["new"],
+            max_hit_tokens=row["hit"] if is_old else -1,
             num_lookahead_tokens=row.get("la", 0),
             num_external_tokens=row.get("ext", 0),
             num_encoder_tokens=row.get("enc", 0),
@@ -431,7 +435,6 @@ class Replay:
 
     def op_reset(self, row: Row) -> Iterator[str]:
         done = self.driver.reset()
-        self.was_reset |= done
         yield from compare("reset", done, row["out"])
 
     def op_stats(self, row: Row) -> Iterator[str]:

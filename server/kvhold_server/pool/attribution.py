@@ -39,6 +39,8 @@ class Attribution:
         """Counts one successful admission, before anything is held; returns the hit tokens that were the session's own."""
         statistics = (self.total, owner.statistics)
         own = self._own_tokens(owner.serial, hit) if hit.tokens else 0
+        if not self.groups.config.enable_caching:
+            return 0
         if item.is_resumed:
             for each in statistics:
                 each.resumed_requests += 1

@@ -55,6 +55,7 @@ class Groups:
             policy.is_eagle = policy.config.is_eagle or (config.use_eagle and not flagged)
         cacheable = [p for p in self.policies if p.config.prefix_cacheable]
         self.is_fine = not self.is_single and _hits_may_end_in_blocks([p.config for p in cacheable], config)
+        self.has_partials = not self.is_single and any(p.block_tokens > config.hash_unit_tokens for p in cacheable)
         self.align = config.hash_unit_tokens if self.is_fine else config.scheduler_block_tokens
         any_eagle = any(policy.is_eagle for policy in self.policies)
         proven = any(policy.proves_prefix for policy in cacheable)

@@ -35,6 +35,7 @@ from kvhold_server.pool.tenure import Tenures
 from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import (
     Admitted,
+    Cleared,
     Completed,
     Counts,
     Event,
@@ -188,7 +189,7 @@ class Pool:
                 owner,
                 owner.open_steps[-1],
                 StepOutput(),
-                has_partials=self.groups.is_fine,
+                has_partials=self.groups.has_partials,
                 zeroing=self._zeroing,
             )
         return turn
@@ -570,6 +571,8 @@ class Pool:
         if num_held and not force:
             raise BlocksInUse(num_held, ", ".join(f"{s}/{q}" for s, q in holders[:20]) or "a copy or a dead session")
         self.store.clear()
+        if self.store.events is not None:
+            self.store.events.append(Cleared())
         for owner in self.tenures.sessions.values():
             for sequence in owner.sequences.values():
                 sequence.is_stale = True
