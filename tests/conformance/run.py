@@ -8,16 +8,24 @@ Prints each difference shortly and closes with `N passed, N failed, N skipped`; 
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from tests.conformance import hashes
+from kvhold.v1 import plan_pb2_grpc
+from kvhold_client import LocalDaemon
+from tests.conformance import hashes, plan
 from tests.conformance.report import Outcome, Report
+
+RPC_TIMEOUT_S = 120.0
+CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -39,8 +47,39 @@ def run_hashes(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
         yield from map(hashes.check, rows_of(path))
 
 
+@contextlib.contextmanager
+def daemon_at(endpoint: str | None) -> Iterator[str]:
+    """Where to connect: the endpoint given, or a daemon of our own for as long as the block lasts."""
+    if endpoint is not None:
+        yield endpoint
+        return
+    with LocalDaemon() as daemon:
+        yield daemon.target
+
+
+def answer_of(stub: plan_pb2_grpc.PlanServiceStub, row: dict[str, Any]) -> plan.Answer:
+    """What the daemon says to a recorded input."""
+    try:
+        return plan.Answer(reply=stub.Plan(plan.to_request(row), timeout=RPC_TIMEOUT_S))
+    except grpc.RpcError as error:
+        return plan.Answer(code=error.code().name, text=error.details() or "")
+
+
+def run_plan(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
+    with (
+        daemon_at(arguments.endpoint) as target,
+        grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel,
+    ):
+        stub = plan_pb2_grpc.PlanServiceStub(channel)
+        for path in arguments.files:
+            for row in rows_of(path):
+                differences = plan.check(row, answer_of(stub, row))
+                yield Outcome(name=f"{row['id']} ({row['verdict']})", differences=tuple(differences))
+
+
 MODES: dict[str, Callable[[argparse.Namespace], Iterator[Outcome | None]]] = {
     "hashes": run_hashes,
+    "plan": run_plan,
 }
 
 
