@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvhold_server.domain.errors import PreconditionFailed
+from kvhold_server.domain.errors import Exhausted, PreconditionFailed
 
 
 @dataclass(eq=False)
@@ -12,3 +12,21 @@ class BlockTableUnusable(PreconditionFailed):
     template = "{reason_word}: {detail}"
     reason_word: str  # as in the contract's Recovery.reason
     detail: str
+
+
+@dataclass(eq=False)
+class ManifestUnreadable(PreconditionFailed):
+    """A pool of a former daemon cannot be offered again: its manifest is damaged, or of another version."""
+
+    template = "{path} {problem}"
+    path: str
+    problem: str
+
+
+@dataclass(eq=False)
+class SessionRecordsFull(Exhausted):
+    """More sessions than the file has room for."""
+
+    template = "{path} has room for {max_sessions} sessions"
+    path: str
+    max_sessions: int

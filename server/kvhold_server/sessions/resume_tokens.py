@@ -30,14 +30,15 @@ class ResumeTokens:
         kept = token_digest(shown) if shown else b""
         for digest in {session.token_digest, session.previous_token_digest} - {b"", kept}:
             del self._sessions[digest]
-        session.previous_token_digest = kept
         session.fresh_token = token
-        self.restore(session, token_digest(token))
+        self.restore(session, token_digest(token), kept)
 
-    def restore(self, session: Session, digest: bytes) -> None:
-        """The session's newest token as a record remembers it."""
-        session.token_digest = digest
+    def restore(self, session: Session, digest: bytes, previous: bytes = b"") -> None:
+        """The session's tokens as a record remembers them: the newest, and the one before it while it may be needed."""
+        session.token_digest, session.previous_token_digest = digest, previous
         self._sessions[digest] = session
+        if previous:
+            self._sessions[previous] = session
 
     def arrived(self, session: Session) -> None:
         """The client acted with its newest credentials: it has the newest token, and older ones are void."""

@@ -56,6 +56,7 @@ class RestoredSession:
     request: OpenRequest
     epoch: Epoch
     token_digest: bytes
+    previous_token_digest: bytes = b""  # whether the newest token arrived is not known any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class SessionTable:
         session = self._admit(restored.request, restored.session_id, now_s)
         session.epoch = restored.epoch
         session.must_reassert = True
-        self._tokens.restore(session, restored.token_digest)
+        self._tokens.restore(session, restored.token_digest, restored.previous_token_digest)
         self._unasserted[session.session_id] = session
         return session
 
