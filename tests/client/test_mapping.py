@@ -102,7 +102,7 @@ def test_torch_and_numpy_see_the_same_elements(shm: Shm, order: str) -> None:
         map_region([export], layout, library="torch") as written,
         map_region([export], layout, library="numpy") as read,
     ):
-        for index, (layer, view) in enumerate(written.views.items()):
+        for index, view in enumerate(written.views.values()):
             assert view.dtype == torch.bfloat16
             assert view.shape == (5, 2, 4, 16)
             view.copy_(torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) % 251 + index)

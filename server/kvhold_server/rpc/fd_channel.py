@@ -126,10 +126,11 @@ class FdChannel:
     async def close(self) -> None:
         """Ends all connections; clients keep what they have mapped, so nobody is reported gone."""
         self._closing = True
-        tasks = [task for task in (self._accepting, *self._connections) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = {task for task in (self._accepting, *self._connections) if task is not None}
+        while tasks:  # wait_for may swallow a cancellation that meets its result
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -160,16 +161,16 @@ class FdChannel:
             with connection:
                 peer = peer_of(connection)
                 pid_fd = open_pidfd(peer.pid)
-                grant = await asyncio.wait_for(self._hand_over(connection, peer), self.options.request_timeout_s)
-                if grant is None:
+                admitted = await self._admit(connection, peer)
+                if admitted is None:
                     return
-                mapping = self._mapped(grant, peer)
-                if await self._wait_for_goodbye(connection):
+                mapping = self._mapped(admitted.grant, peer)  # before the descriptors leave, never after
+                if await self._hand_over_and_watch(connection, admitted):
                     return
             if pid_fd >= 0:
                 await wait_readable(pid_fd)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            self.num_refused += mapping is None
+            self.num_refused += 1
         finally:
             if pid_fd >= 0:
                 os.close(pid_fd)
@@ -185,26 +186,29 @@ class FdChannel:
         self._on_peer_mapped(mapping)
         return mapping
 
-    async def _hand_over(self, connection: socket.socket, peer: Peer) -> FdGrant | None:
-        """The grant, once its descriptors are on their way; None if the peer got a refusal instead."""
-        loop = asyncio.get_running_loop()
+    async def _admit(self, connection: socket.socket, peer: Peer) -> "_Admitted | None":
+        """The region that the peer may have; None if it got a refusal instead."""
         try:
             check_peer(peer, self.path, self._group_gid)
-            request = await read_frame(connection)
-            grant = self.tokens.redeem(_token_of(request), loop.time())
-            opened = self._open_region(grant)
+            request = await asyncio.wait_for(read_frame(connection), self.options.request_timeout_s)
+            grant = self.tokens.redeem(_token_of(request), asyncio.get_running_loop().time())
+            return _Admitted(grant=grant, opened=self._open_region(grant))
         except KvholdError as error:
             self.num_refused += 1
-            await send_frame(connection, {"status": error.reason(), "message": str(error), "fields": _plain(error)})
+            refusal: dict[str, object] = {"status": error.reason(), "message": str(error), "fields": _plain(error)}
+            await asyncio.wait_for(send_frame(connection, refusal), self.options.request_timeout_s)
             return None
+
+    async def _hand_over_and_watch(self, connection: socket.socket, admitted: "_Admitted") -> bool:
+        """Until the connection ends, however it does: True if the peer said that it has unmapped."""
         try:
-            await send_frame(connection, _describe(opened, grant))
-            for start in range(0, len(opened.fds), MAX_FDS_PER_MESSAGE):
-                await send_fds(connection, opened.fds[start : start + MAX_FDS_PER_MESSAGE])
+            await asyncio.wait_for(_hand_over(connection, admitted), self.options.request_timeout_s)
+        except (OSError, asyncio.TimeoutError):
+            return False  # it may have got some of the descriptors
         finally:
-            for fd in opened.fds:
+            for fd in admitted.opened.fds:
                 os.close(fd)
-        return grant
+        return await self._wait_for_goodbye(connection)
 
     async def _wait_for_goodbye(self, connection: socket.socket) -> bool:
         """Until the connection ends: True if the peer said that it has unmapped."""
@@ -214,6 +218,19 @@ class FdChannel:
                     return True
             except (asyncio.IncompleteReadError, BadFrame, OSError):
                 return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Admitted:
+    grant: FdGrant
+    opened: OpenedRegion
+
+
+async def _hand_over(connection: socket.socket, admitted: _Admitted) -> None:
+    opened = admitted.opened
+    await send_frame(connection, _describe(opened, admitted.grant))
+    for start in range(0, len(opened.fds), MAX_FDS_PER_MESSAGE):
+        await send_fds(connection, opened.fds[start : start + MAX_FDS_PER_MESSAGE])
 
 
 def _token_of(request: dict[str, object]) -> bytes:
