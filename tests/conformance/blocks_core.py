@@ -231,7 +231,9 @@ class CoreDriver(Driver):
         )
 
     def lookup(self, request: Request) -> tuple[int, list[list[int]], int]:
-        hit = self.pool.lookup(self.session, num_tokens=len(request.tokens), hashes=list(map(label_hash, request.labels)))
+        hit = self.pool.lookup(
+            self.session, num_tokens=len(request.tokens), hashes=list(map(label_hash, request.labels))
+        )
         return hit.hit_tokens, hit.blocks, hit.boundary_tokens
 
     def admit(self, request: Request, **item: Any) -> Grant:

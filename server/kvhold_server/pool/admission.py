@@ -62,7 +62,7 @@ class Admission:
         owner = turn.owner
         sequence = self.waiting_sequence(owner, item.sequence_id, item.hashes)
         self._check(item, sequence)
-        sequence.num_prompt_tokens = item.num_prompt_tokens
+        sequence.num_prompt_tokens, sequence.num_tokens = item.num_prompt_tokens, item.num_tokens
         hit = self._look_up(turn, item, sequence)
         sequence.boundary_tokens = hit.boundary_tokens
         if item.expect_hit_tokens not in (-1, hit.tokens):
@@ -75,7 +75,7 @@ class Admission:
         total = min(hit.tokens + item.num_external_tokens, self.config.max_model_len)
         main = total + new
         slots = min(main + item.num_lookahead_tokens, self.config.max_model_len)
-        refusal = self._what_hinders(turn, item, hit, total, slots, main)
+        refusal = self._what_hinders(turn, item, sequence, hit, total, slots, main)
         if refusal is not Bound.NONE:
             self._check_can_ever_fit(item)
             return self._refuse(owner, sequence, hit, refusal, Status.REFUSED)
@@ -141,32 +141,36 @@ class Admission:
             bound = Bound.ALIGNMENT if new > 0 else bound
         return max(new, 0), bound
 
-    def _what_hinders(self, turn: Turn, item: AdmitItem, hit: HitResult, total: int, slots: int, main: int) -> Bound:
+    def _what_hinders(
+        self, turn: Turn, item: AdmitItem, sequence: Sequence, hit: HitResult, total: int, slots: int, main: int
+    ) -> Bound:
         available = self.store.available(turn.session)
         if item.full_sequence_must_fit:
             whole = min(item.num_tokens, self.config.max_model_len)
-            if self._need(item, hit, total, whole, whole, capped=True) + item.watermark_blocks > available:
+            if self._need(item, sequence, hit, total, whole, whole, capped=True) + item.watermark_blocks > available:
                 return Bound.FULL_SEQUENCE
         if turn.gained and any(row and row[-1] in turn.gained for row in hit.blocks):
             return Bound.STATE_NOT_WRITTEN
-        need = self._need(item, hit, total, slots, main, capped=False)
+        need = self._need(item, sequence, hit, total, slots, main, capped=False)
         if need + item.watermark_blocks > available - item.reserved_blocks:
             return Bound.BLOCKS
         return Bound.NONE
 
-    def _need(self, item: AdmitItem, hit: HitResult, total: int, slots: int, main: int, *, capped: bool) -> int:
+    def _need(
+        self, item: AdmitItem, sequence: Sequence, hit: HitResult, total: int, slots: int, main: int, *, capped: bool
+    ) -> int:
         need = 0
         for policy, row in zip(self.groups.policies, hit.blocks, strict=True):
             if policy.covers_encoder:
-                need += policy.need_admission(row, 0, 0, item.num_encoder_tokens, 0, capped)
+                need += policy.need_admission(sequence, row, 0, 0, item.num_encoder_tokens, 0, capped)
             else:
-                need += policy.need_admission(row, hit.tokens, total, slots, main, capped)
+                need += policy.need_admission(sequence, row, hit.tokens, total, slots, main, capped)
         return need
 
     def _check_can_ever_fit(self, item: AdmitItem) -> None:
         whole = min(item.num_tokens, self.config.max_model_len)
         nothing = HitResult(0, [[] for _ in self.groups.policies])
-        needed = self._need(item, nothing, 0, whole, whole, capped=True)
+        needed = self._need(item, Sequence(0, len(nothing.blocks)), nothing, 0, whole, whole, capped=True)
         usable = self.config.num_blocks - 1 - self.config.num_reserved_low_blocks
         if needed > usable:
             raise NeverFits(item.sequence_id, needed, usable)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.blocks import BlockStore
-from kvhold_server.pool.kinds import POLICIES
+from kvhold_server.pool.kinds import POLICIES, make_policy
 from kvhold_server.pool.kinds.base import Found, GroupPolicy, Prefix, cdiv
 from kvhold_server.pool.kinds.chunked_local import ChunkedLocalPolicy
 from kvhold_server.pool.sequence import Sequence
@@ -48,7 +48,7 @@ class Groups:
     def __init__(self, config: PoolConfig, store: BlockStore) -> None:
         self.config = config
         self.store = store
-        self.policies = [POLICIES[group.kind](gid, group, config, store) for gid, group in enumerate(config.groups)]
+        self.policies = [make_policy(gid, group, config, store) for gid, group in enumerate(config.groups)]
         self.is_single = len(self.policies) == 1
         flagged = any(group.is_eagle for group in config.groups)
         for policy in self.policies:

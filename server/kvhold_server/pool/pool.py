@@ -133,6 +133,7 @@ class Pool:
         if items.lookup.sequence_ids:
             self._step_lookup(turn, items)
         turn.output = StepOutput()
+        output.copies.sort(key=lambda copy: copy.group)
         output.events = self.take_events()
         return output
 
@@ -151,6 +152,7 @@ class Pool:
         """
         turn = self._turn(self._alive(session))
         output, turn.output = turn.output, StepOutput()
+        output.copies.sort(key=lambda copy: copy.group)
         return output
 
     def complete(self, session: int, completed_step: int) -> Completed:

@@ -19,9 +19,11 @@ class Sequence:
         "hashes",
         "is_stale",
         "num_prompt_tokens",
+        "num_tokens",
         "offered",
         "sequence_id",
         "tables",
+        "tails",
         "views",
     )
 
@@ -34,6 +36,8 @@ class Sequence:
         self.num_prompt_tokens = 0
         self.boundary_tokens = 0  # junction: a prefix that somebody computed and some group did not keep
         self.is_stale = False  # a reset happened while it ran: it publishes nothing any more
+        self.num_tokens = 0  # known at admission
+        self.tails: dict[int, int] = {}  # group → entry that was hit in part and must be copied before it is written
         self.extra: dict[int, object] = {}  # group → what its kind remembers of this sequence
 
     def block_hashes(self, stride: int) -> list[bytes]:

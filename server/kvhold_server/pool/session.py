@@ -2,7 +2,7 @@
 
 PoolSession ── open_steps ─▶ OpenStep 7 ── origins   what it published (provisional until the step is complete)
                                         ├─ released  what it let go (fenced until then; by reference)
-                                        └─ copy_ends blocks held for a copy until then
+                                        └─ copies    both ends are held until then
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvhold_server.pool.fences import Fence, own_fence_owner
 from kvhold_server.pool.sequence import Sequence
-from kvhold_server.pool.values import PrefixStatistics
+from kvhold_server.pool.values import Copy, PrefixStatistics
 
 
 if TYPE_CHECKING:
@@ -48,16 +48,22 @@ class Origin:
 class OpenStep:
     """One step that has begun and is not complete."""
 
-    __slots__ = ("_fence", "_own_fence", "copy_ends", "origins", "released", "session", "step")
+    __slots__ = ("_fence", "_own_fence", "copies", "origins", "released", "session", "step")
 
     def __init__(self, session: int, step: int) -> None:
         self.session = session
         self.step = step
         self.origins: dict[int, Origin] = {}  # by group
         self.released: list[list[int]] = []
-        self.copy_ends: list[int] = []  # source, target, source, target, ...
+        self.copies: list[Copy] = []
         self._fence: Fence | None = None
         self._own_fence: Fence | None = None
+
+    @property
+    def copy_ends(self) -> list[int]:
+        """Source, target, source, target, ...: held until this step is complete. Group by group, as they are copied."""
+        ordered = sorted(self.copies, key=lambda copy: copy.group)
+        return [block for copy in ordered for block in (copy.source, copy.target)]
 
     def fence_for(self, *, fence_own: bool) -> Fence:
         """The fence of blocks let go in this step; `fence_own`: one that this session must respect, too."""

@@ -68,7 +68,7 @@ class Tenures:
             open_step = steps.popleft()
             self._publish(open_step, result)
             self._lift(open_step)
-            if open_step.copy_ends:
+            if open_step.copies:
                 self.store.let_go(open_step.copy_ends, None)
         if not steps:
             owner.turn = None

@@ -38,8 +38,7 @@ class Turn:
     def copy(self, copy: Copy) -> None:
         """Asks the client to copy; both ends are held until the step is complete."""
         self.output.copies.append(copy)
-        self.output.zero_blocks.append(copy.target)
-        self.open_step.copy_ends += (copy.source, copy.target)
+        self.open_step.copies.append(copy)
 
     def origin(self, group: int) -> Origin:
         """The origin of what this step publishes in a group."""

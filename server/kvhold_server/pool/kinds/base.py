@@ -102,7 +102,9 @@ class GroupPolicy:
         """Most blocks that a sequence ever holds at once (None: as many as its tokens need); for the gate only."""
         return None
 
-    def need_admission(self, hits: list[int], hit_tokens: int, total: int, slots: int, main: int, capped: bool) -> int:
+    def need_admission(
+        self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int, slots: int, main: int, capped: bool
+    ) -> int:
         """Blocks that an admission takes from the free count: new ones, and hits that are free now."""
         required = cdiv(slots, self.block_tokens)
         cap = self.cap_blocks() if capped else None
@@ -127,7 +129,7 @@ class GroupPolicy:
         sequence.offered[self.gid] = len(table)
         if hits and hit_tokens % self.block_tokens and len(table) == cdiv(hit_tokens, self.block_tokens):
             sequence.offered[self.gid] = len(table) - 1
-            sequence.extra[self.gid] = len(table) - 1  # its tail is another's: to be copied
+            sequence.tails[self.gid] = len(table) - 1  # its tail is another's: to be copied
 
     def take_external(self, sequence: Sequence, total: int, turn: Turn) -> None:
         """Blocks for tokens that something else fills."""
@@ -166,7 +168,7 @@ class GroupPolicy:
         """Draws what `need_growth` or `need_admission` counted; returns the new table entries."""
         table = sequence.tables[self.gid]
         new: list[int] = []
-        if self.gid in sequence.extra:
+        if self.gid in sequence.tails:
             new.append(self._copy_tail(sequence, turn))
         missing = -(-slots // self.block_tokens) - len(table)
         if missing > 0:
@@ -179,14 +181,15 @@ class GroupPolicy:
 
     def _copy_tail(self, sequence: Sequence, turn: Turn) -> int:
         """The sequence writes into the block whose beginning it hit: it gets its own, to be filled by a copy."""
-        position = sequence.extra.pop(self.gid)
-        assert isinstance(position, int)
+        position = sequence.tails.pop(self.gid)
         table = sequence.tables[self.gid]
         source = table[position]
         (target,) = self.store.take(1, turn.session)
         self.store.refs[target] += 1  # the copy holds it, too; the source keeps the reference of the hit
         table[position] = target
         turn.copy(Copy(group=self.gid, source=source, target=target))
+        if self.wants_zeroing:
+            turn.output.zero_blocks.append(target)
         return target
 
     # --------------------------------------------------------------- publish

@@ -15,7 +15,9 @@ class RingPolicy(GroupPolicy):
     def cap_blocks(self) -> int | None:
         return 1
 
-    def need_admission(self, hits: list[int], hit_tokens: int, total: int, slots: int, main: int, capped: bool) -> int:
+    def need_admission(
+        self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int, slots: int, main: int, capped: bool
+    ) -> int:
         return 1
 
     def adopt(self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int) -> None:
