@@ -133,9 +133,9 @@ def _map_received(
             handle = driver.import_fd(fd)
             try:
                 driver.map(address + sum(mapped), size, handle)
+                mapped.append(size)
             finally:
                 driver.release(handle)
-            mapped.append(size)
         driver.set_access(device, address, received.size_bytes, read_only=read_only or received.read_only)
     except BaseException:
         _unmap_chunks(driver, address, tuple(mapped))

@@ -156,13 +156,13 @@ class CudaVmmBackend(MemoryBackend):
         if -(-size_bytes // chunk_bytes) > MAX_CHUNKS:
             raise InvalidRegionRequest("size_bytes", size_bytes, f"must be at most {MAX_CHUNKS * chunk_bytes}")
         chunks: list[Chunk] = []
-        try:
-            with creating(self._driver, device, self._uuids[device], size_bytes, self._table.holdings()):
+        with creating(self._driver, device, self._uuids[device], size_bytes, self._table.holdings()):
+            try:
                 for size in _chunk_sizes(size_bytes, chunk_bytes):
                     chunks.append(Chunk(handle=self._driver.create(device, size), size_bytes=size))
-        except BaseException:
-            self._release_chunks(tuple(chunks))
-            raise
+            except BaseException:  # undone first, so that the error's free bytes are those of the next try
+                self._release_chunks(tuple(chunks))
+                raise
         return tuple(chunks)
 
     def _grow(self, held: Held[tuple[Chunk, ...]], size_bytes: int) -> Region:

@@ -10,7 +10,7 @@ from kvhold_server.domain.errors import PreconditionFailed
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-_MAX_GROUPS_BYTES = 4096
+_MAX_GROUPS_BYTES = 1024  # the most that Python asks the kernel for: 256 groups
 
 
 @dataclass(eq=False)
