@@ -259,7 +259,10 @@ class AlignedMambaPolicy(MambaPolicy):
         if is_early and boundary not in wanted:
             self.store.drop_keys(block)
             return
-        publish_partial(self, sequence, block, boundary, turn, replace=True)
+        if boundary % self.block_tokens:
+            publish_partial(self, sequence, block, boundary, turn, replace=True)
+        elif self.store.key_of[block] is None:
+            return
         turn.gained.add(block)
         self._hand_off(sequence, block, boundary, turn)
 
