@@ -1,11 +1,15 @@
 """What the deployment tests share. A tool that is not installed skips its tests by name; `make deploy-test` installs all."""
 
+import asyncio
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.deploy.live import LiveDaemon, daemon
+from tests.deploy.load import run_load
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +29,11 @@ def tool(repo_dir: Path) -> Callable[[str], str]:
         return found
 
     return find
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    """A live daemon with two pools after some seconds of load; a client vanished on the way, the others stay."""
+    with daemon(tmp_path_factory.mktemp("kvhold")) as live:
+        asyncio.run(run_load(live.target, seconds=4.0))
+        yield live
