@@ -15,6 +15,7 @@ NAMES = ["layers.0.attn", "layers.1.attn"]
 PAGE = 16 * 8 * (128 + 128) * 2  # tokens × heads × (key + value) × bytes of bfloat16
 BLOCKS = 80  # of two pages each, in 10 MiB and a rest that is too small for one more
 REST = 1234
+FULL = {"kind": "full_attention", "block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 # Two equal layers, one request of 256 tokens = 16 blocks: everything follows from these numbers.
 BY_HAND: dict[str, Any] = {
     "id": "two_layers",
