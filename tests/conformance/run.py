@@ -2,7 +2,7 @@
 
     python tests/conformance/run.py hashes FILE...    hashers of the client library
     python tests/conformance/run.py plan FILE...      PlanService of a running daemon (started here unless --endpoint)
-    python tests/conformance/run.py blocks FILE...    block pool
+    python tests/conformance/run.py blocks FILE...    block pool, in this process
 
 Prints each difference shortly and closes with `N passed, N failed, N skipped`; exits 0 if nothing failed.
 """
@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from kvhold.v1 import plan_pb2_grpc
 from kvhold_client import LocalDaemon
-from tests.conformance import hashes, plan
+from tests.conformance import blocks_core, hashes, plan
 from tests.conformance.report import Outcome, Report
 
 RPC_TIMEOUT_S = 120.0
+CHECK_INVARIANTS_EVERY = 10  # operations
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -77,9 +78,15 @@ def run_plan(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
                 yield Outcome(name=f"{row['id']} ({row['verdict']})", differences=tuple(differences))
 
 
+def run_blocks(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
+    for path in arguments.files:
+        yield from blocks_core.check_file(path, blocks_core.CoreDriver(check_every=CHECK_INVARIANTS_EVERY))
+
+
 MODES: dict[str, Callable[[argparse.Namespace], Iterator[Outcome | None]]] = {
     "hashes": run_hashes,
     "plan": run_plan,
+    "blocks": run_blocks,
 }
 
 
