@@ -278,3 +278,24 @@ def test_a_missing_xxhash_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"kvhold\[xxhash\]"):
         PrefixHasher(block_size_tokens=16, algorithm="xxhash", seed="s")
+
+
+def test_hashing_a_long_prompt_costs_a_fixed_number_of_calls_per_block() -> None:
+    """Issue a call per token instead of per block and this fails on any machine, however fast."""
+    hasher = PrefixHasher(block_size_tokens=16)
+    prompt = array("I", random.Random(1).choices(range(128_000), k=1024 * 16))
+    hasher.sequence().extend(prompt)  # tables are made on first use
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sequence = hasher.sequence()
+    sys.setprofile(count)
+    try:
+        sequence.extend(prompt)
+    finally:
+        sys.setprofile(None)
+    assert len(sequence.hashes) == 1024
+    assert num_calls < 3.2 * 1024  # the digest's constructor, its result, and the list it goes to
