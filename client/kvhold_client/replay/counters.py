@@ -8,7 +8,6 @@ The histogram has 16 buckets per octave of microseconds: percentiles are exact t
 
 import math
 import mmap
-from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -102,9 +101,9 @@ class SharedCounters:
         if ns > self._words[at + _INDEX["max_rpc_ns"]]:
             self._words[at + _INDEX["max_rpc_ns"]] = ns
 
-    def histogram(self, slots: Iterable[int] | None = None) -> array[int]:
+    def histogram(self, slots: Iterable[int] | None = None) -> list[int]:
         """Summed over slots."""
-        summed = array("q", [0] * NUM_BUCKETS)
+        summed = [0] * NUM_BUCKETS
         for slot in range(self.num_slots) if slots is None else slots:
             at = slot * _SLOT_WORDS + len(NAMES)
             for bucket, count in enumerate(self._words[at : at + NUM_BUCKETS]):

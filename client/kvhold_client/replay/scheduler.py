@@ -1,7 +1,7 @@
 """A small continuous-batching scheduler on the public client: admit → chunked prefill → decode → publish → free.
 
 The policy is first come, first served. In each step the running requests come first, in order of admission; while one
-of them cannot have its blocks, the last one running is preempted. Only if nobody was, the head of the queue is admitted.
+of them cannot have its blocks, the last one running is preempted. Only if nobody was, the queue's head is admitted.
 No model runs: `forward.py` stamps what is computed and checks what is read.
 """
 

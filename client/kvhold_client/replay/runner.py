@@ -1,0 +1,234 @@
+"""Runs scheduler processes over a trace, kills one if asked, and gathers what they did.
+
+rows 0 2 4 …  ─▶ scheduler 0 ──╳ SIGKILL        daemon: grace period, then its blocks are free;
+                               └▶ successor      what it had published and completed stays: the successor hits it
+rows 1 3 5 …  ─▶ scheduler 1 ─────────────────▶
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvhold_client.client import Client, PoolStatus
+from kvhold_client.local_daemon import daemon_environment
+from kvhold_client.replay.counters import DONE, LIVE, SKIPPED, SharedCounters
+from kvhold_client.replay.metrics_page import MetricsPage, fetch_metrics
+from kvhold_client.replay.scheduler import SchedulerLimits
+from kvhold_client.replay.worker import Job
+
+POLL_S = 0.05
+SETTLE_S = 3.0  # the metrics page may be a moment behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What to run."""
+
+    target: str
+    pool: str
+    trace: Path
+    num_rows: int
+    num_schedulers: int
+    limits: SchedulerLimits
+    stamp: bool
+    directory: Path  # for counters and jobs
+    kill_one_after_s: float | None = None
+    metrics_url: str = ""
+    max_prompt_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class KillReport:
+    """What became of the killed scheduler."""
+
+    at_s: float
+    num_rows_begun: int  # that it had begun and not finished
+    held_blocks: int  # when it was killed
+    was_in_call: bool
+    freed_after_s: float | None = None  # its session was gone, and its blocks free
+    grace_period_s: float = 0.0
+    free_within_s: float = 0.0  # grace and one second
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayResult:
+    """What happened."""
+
+    seconds: float
+    counters: SharedCounters
+    before: PoolStatus
+    after: PoolStatus
+    page_before: MetricsPage | None
+    page_after: MetricsPage | None
+    num_rows: int
+    num_left_out: int
+    kill: KillReport | None
+    failures: list[str] = field(default_factory=list)
+
+
+class Replay:
+    """One run. `execute` returns when every scheduler has ended."""
+
+    def __init__(self, plan: ReplayPlan, client: Client, on_progress: Callable[[SharedCounters, float], None]) -> None:
+        self._plan = plan
+        self._client = client
+        self._on_progress = on_progress
+        self._num_slots = plan.num_schedulers + (plan.kill_one_after_s is not None)
+        self._counters = SharedCounters(plan.directory / "counters", self._num_slots, plan.num_rows)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._logs: dict[int, Path] = {}
+        self._kill: KillReport | None = None
+        self._victim_session = ""
+
+    def execute(self) -> ReplayResult:
+        """Starts, watches, kills, waits, gathers. Raises KvholdError if the daemon goes away."""
+        plan = self._plan
+        pool = self._client.get_pool(plan.pool)
+        before, page_before = pool.status(), self._page()
+        started = time.monotonic()
+        with self._ending_all():
+            for slot in range(plan.num_schedulers):
+                self._start(slot, first_row=slot, name=f"scheduler-{slot}")
+            failures = self._watch(started)
+        seconds = time.monotonic() - started
+        after = pool.status()
+        return ReplayResult(
+            seconds=seconds,
+            counters=self._counters,
+            before=before,
+            after=after,
+            page_before=page_before,
+            page_after=self._settled_page(page_before),
+            num_rows=plan.num_rows,
+            num_left_out=sum(state not in (DONE, SKIPPED) for state in self._counters.rows[: plan.num_rows]),
+            kill=self._kill,
+            failures=failures,
+        )
+
+    # ------------------------------------------------------------------------------------------------- processes
+    def _start(self, slot: int, *, first_row: int, name: str) -> None:
+        plan = self._plan
+        job = Job(
+            target=plan.target,
+            pool=plan.pool,
+            client_name=name,
+            trace=str(plan.trace.resolve()),
+            num_rows=plan.num_rows,
+            first_row=first_row,
+            stride=plan.num_schedulers,
+            counters=str(plan.directory / "counters"),
+            slot=slot,
+            num_slots=self._num_slots,
+            limits=plan.limits,
+            stamp=plan.stamp,
+            max_prompt_tokens=plan.max_prompt_tokens,
+        )
+        path = plan.directory / f"job-{slot}.json"
+        path.write_text(job.dump())
+        self._logs[slot] = plan.directory / f"scheduler-{slot}.log"
+        with self._logs[slot].open("wb") as log:
+            self._processes[slot] = subprocess.Popen(
+                [sys.executable, "-m", "kvhold_client.replay.worker", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=daemon_environment(),
+            )
+
+    def _watch(self, started: float) -> list[str]:
+        """Until all have ended. Returns what those said that failed."""
+        failures: list[str] = []
+        running = dict(self._processes)
+        ready_at: float | None = None
+        while running or self._is_waiting_for_release():
+            now = time.monotonic()
+            if ready_at is None and all(self._counters.get(slot, "ready") for slot in range(self._plan.num_schedulers)):
+                ready_at = now
+            if ready_at is not None and self._kill is None and self._is_time_to_kill(now - ready_at, running):
+                del running[0]
+                self._kill_first(now - started)
+                running[self._num_slots - 1] = self._processes[self._num_slots - 1]
+            for slot, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[slot]
+                    if process.returncode:
+                        failures.append(self._failure(slot, process.returncode))
+            self._look_for_release(now - started)
+            self._on_progress(self._counters, now - started)
+            time.sleep(POLL_S)
+        return failures
+
+    def _failure(self, slot: int, code: int) -> str:
+        tail = self._logs[slot].read_text(errors="replace").strip().splitlines()[-8:]
+        return f"scheduler {slot} ended with {code}: " + "\n  ".join(tail)
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for process in self._processes.values():
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+    # --------------------------------------------------------------------------------------------------- the kill
+    def _is_time_to_kill(self, elapsed_s: float, running: dict[int, "subprocess.Popen[bytes]"]) -> bool:
+        after_s = self._plan.kill_one_after_s
+        return after_s is not None and elapsed_s >= after_s and 0 in running
+
+    def _kill_first(self, at_s: float) -> None:
+        """SIGKILL for scheduler 0, and a successor for its rows at once."""
+        held = 0
+        for session in self._client.list_sessions(self._plan.pool):
+            if session.client_name == "scheduler-0":
+                self._victim_session, held = session.short_id, session.num_held_blocks
+        self._processes[0].send_signal(signal.SIGKILL)
+        self._processes[0].wait()
+        mine = range(0, self._plan.num_rows, self._plan.num_schedulers)
+        self._kill = KillReport(
+            at_s=at_s,
+            num_rows_begun=sum(self._counters.rows[row] == LIVE for row in mine),
+            held_blocks=held,
+            was_in_call=bool(self._counters.get(0, "in_call")),
+        )
+        self._start(self._num_slots - 1, first_row=0, name="successor")
+
+    def _is_waiting_for_release(self) -> bool:
+        return self._kill is not None and self._kill.freed_after_s is None
+
+    def _look_for_release(self, now_s: float) -> None:
+        """Has the victim's session gone, and with it everything it held?"""
+        kill = self._kill
+        if kill is None or kill.freed_after_s is not None:
+            return
+        for session in self._client.list_sessions(self._plan.pool):
+            if session.short_id == self._victim_session:
+                kill.grace_period_s = max(kill.grace_period_s, session.grace_left_s)
+                if session.num_held_blocks or session.num_quarantined_blocks or session.state != "quarantined":
+                    return
+        kill.freed_after_s = now_s - kill.at_s
+
+    # ----------------------------------------------------------------------------------------------------- metrics
+    def _page(self) -> MetricsPage | None:
+        return fetch_metrics(self._plan.metrics_url) if self._plan.metrics_url else None
+
+    def _settled_page(self, before: MetricsPage | None) -> MetricsPage | None:
+        """The page once it shows what our own counters say, or the last look."""
+        if before is None:
+            return None
+        wanted = self._counters.total("query_tokens")
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            page = self._page()
+            if page is None or time.monotonic() > deadline:
+                return page
+            name = "kvhold_prefix_query_tokens_total"
+            if page.total(name, pool=self._plan.pool) - before.total(name, pool=self._plan.pool) >= wanted:
+                return page
+            time.sleep(0.2)
