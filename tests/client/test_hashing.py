@@ -9,6 +9,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import cbor2
 import numpy
@@ -22,6 +23,7 @@ from kvhold_client import bulk_tokens
 from kvhold_client.hash_keys import Adapter, ExtraContent, MediaItem, PromptEmbeddings
 from kvhold_client.hashing import ALGORITHMS, PrefixHasher, coarser, event_hash, group_key, none_hash
 from tests.conformance import run
+from tests.conformance.hashes import check
 from tests.conformance.report import Report
 
 FIXTURE = Path(__file__).parent / "hashes.jsonl"
@@ -71,9 +73,9 @@ def test_arrays_lists_and_a_machine_without_numpy_give_the_same(
     tokens = random.Random(1).choices(range(150_000), k=10_000)
     hasher = PrefixHasher(block_size_tokens=16, algorithm=algorithm, seed="s")
     expected = obvious_chain(algorithm, hasher.none_hash, tokens, 16)
-    for given_as in (tokens, tuple(tokens), iter(tokens), array("I", tokens), array("q", tokens)):
-        assert hasher.sequence().extend(given_as) == expected
-    for given_as in (numpy.array(tokens, "int32"), numpy.array(tokens, "uint64"), torch.tensor(tokens)):
+    ways: list[Any] = [tokens, tuple(tokens), iter(tokens), array("I", tokens), array("q", tokens)]
+    ways += [numpy.array(tokens, "int32"), numpy.array(tokens, "uint64"), torch.tensor(tokens)]
+    for given_as in ways:
         assert hasher.sequence().extend(given_as) == expected
     monkeypatch.setitem(sys.modules, "numpy", None)
     plain = PrefixHasher(block_size_tokens=16, algorithm=algorithm, seed="s")
@@ -126,7 +128,7 @@ def test_pinned_digests() -> None:
 def conform(path: Path) -> tuple[Report, str]:
     shown = io.StringIO()
     report = Report(out=shown)
-    for outcome in map(run.hashes.check, run.rows_of(path)):
+    for outcome in map(check, run.rows_of(path)):
         if outcome is not None:
             report.add(outcome)
     return report, shown.getvalue()
