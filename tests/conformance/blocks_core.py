@@ -598,6 +598,12 @@ def check_file(path: Path, driver: Driver) -> Iterator[Outcome]:
     header = next(rows)
     if "config" in header:
         yield from replay_manager(header["scenario"], rows, header, driver)
+        return
+    from tests.conformance.blocks_lowlevel import replay_lowlevel, replay_of
+
+    replay = replay_of(header, path.resolve().parent.parent.parent / "traces")
+    if replay is not None:
+        yield from replay_lowlevel(replay, header["scenario"], rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 
 from kvhold_server.pool.fences import Fences
@@ -51,6 +51,7 @@ class BlockStore:
         "tracking",
         "unit_tokens",
         "version",
+        "watchers",
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class BlockStore:
         self.ghosts = Ghosts(num_ghosts)
         self.residency = Residency(sample_every)
         self.events: list[Event] | None = [] if report_events else None
+        self.watchers: dict[int, Callable[[int], None]] = {}  # of released blocks: told when the bytes are lost
         self.version = 0  # grows whenever a lookup or an availability may come out differently
 
     # ------------------------------------------------------------ taking, holding, letting go
@@ -117,6 +119,8 @@ class BlockStore:
             refs[block] = 1
         if self.residency.every:
             self.residency.handed_out(blocks)
+        if self.watchers:
+            self._tell_watchers(blocks)
         return blocks
 
     def _forget_taken(self, blocks: list[int], start: int) -> None:
@@ -223,6 +227,28 @@ class BlockStore:
                 step.released.append(plain)
             if hashed:
                 step.released.append(hashed)
+
+    def unpin(self, blocks: list[int], watcher: Callable[[int], None]) -> None:
+        """One reference less; those without any go to the back of the list, with hash or without (§2 F7).
+
+        For a reader that wants the bytes as long as possible: the watcher is told when such a block is handed out again, or
+        when the cache is reset.
+        """
+        last = []
+        for block in blocks:
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                last.append(block)
+                self.watchers[block] = watcher
+        self.free.append(last)
+        self.num_cached += sum(self.key_of[block] is not None for block in last)
+        self.version += 1
+
+    def _tell_watchers(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            watcher = self.watchers.pop(block, None)
+            if watcher is not None:
+                watcher(block)
 
     def quarantine(self, blocks: list[int]) -> None:
         """Their references belong to a dead session from now on; they count as quarantined if nobody else holds them."""
@@ -421,4 +447,5 @@ class BlockStore:
         self.num_cached = 0
         self.ghosts.clear()
         self.residency.forget()
+        self._tell_watchers(list(self.watchers))
         self.version += 1

@@ -6,6 +6,15 @@ from kvhold_server.domain.errors import AlreadyExists, Exhausted, InvalidRequest
 
 
 @dataclass(eq=False)
+class OutOfBlocks(Exhausted):
+    """More free blocks were taken than there are. The verbs of a pool count before they take."""
+
+    template = "{wanted} blocks are wanted, {num_free} are free"
+    wanted: int
+    num_free: int
+
+
+@dataclass(eq=False)
 class UnknownPoolSession(NotFound):
     """The session slot is not open in this pool."""
 

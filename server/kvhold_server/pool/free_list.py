@@ -13,6 +13,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from kvhold_server.pool.errors import OutOfBlocks
+
 _COMPACT_AT = 4_096
 
 
@@ -44,9 +46,10 @@ class FreeList:
     def take(self, count: int) -> tuple[list[int], int]:
         """Removes the `count` first blocks; returns them and how many of the leading ones never have a hash.
 
-        The caller has checked that so many are there.
+        Raises OutOfBlocks, and changes nothing, if there are fewer.
         """
-        assert 0 <= count <= self.count, f"{count} of {self.count}"
+        if count > self.count:
+            raise OutOfBlocks(count, self.count)
         if self._runs:
             return self.take_if(count, lambda _block: None, lambda _fence: False)
         self.count -= count
@@ -183,6 +186,27 @@ class FreeList:
             self.leave((block,))
         else:
             raise ValueError(f"block {block} is not in the free list")
+
+    def refill(self, plain: list[int], cached: list[int]) -> None:
+        """Replaces everything: blocks without hash, front first, then those with one, front first (a restart)."""
+        assert not self._runs
+        self._stack, self._fresh = plain[::-1], self._end
+        self._queue, self._head = list(cached), 0
+        self._stale, self._num_stale = {}, 0
+        self.count = len(plain) + len(cached)
+
+    def remove_plain(self, blocks: set[int]) -> None:
+        """Removes these blocks, none of which ever had a hash. O(list), once for all of them."""
+        if not blocks:
+            return
+        assert not self._runs
+        if self._fresh < self._end:
+            self._stack[:0] = range(self._end - 1, self._fresh - 1, -1)
+            self._fresh = self._end
+        kept = [block for block in self._stack if block not in blocks]
+        assert len(kept) + len(blocks) == len(self._stack), "they were all there"
+        self.count -= len(blocks)
+        self._stack = kept
 
     def order(self) -> Iterator[int]:
         """Ids from front to back. O(list)."""
