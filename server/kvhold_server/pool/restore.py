@@ -1,0 +1,171 @@
+"""Filling a new pool from what a former daemon recorded: cached blocks, then what its sessions say that they hold.
+
+    empty pool ── restore_cached ─▶ recorded blocks are free and findable
+               ── reassert ───────▶ sessions of the former daemon hold their tables again
+
+    recorded   block 7: group 0, hash h         free list: 1 2 3 … | 7 9 (least recently used first)
+    session    "I hold [5, 7], hashes g h"      5 has no record: it was this session's own, and is now
+                                                7 is recorded under h at this place: held, and shared
+
+A sequence is given back whole or not at all. It is lost where a block is somebody else's by now, or is recorded under
+another hash than the session believes, or where its kind remembers more than a table can say (states). Losing one is
+harmless: its session admits it again and hits what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvhold_server.domain.errors import PreconditionFailed
+from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.sequence import Sequence
+from kvhold_server.pool.session import Origin, PoolSession
+from kvhold_server.pool.values import Completed
+
+_RECOVERED = 0  # serial of nobody: hits on recovered blocks count as shared
+
+
+@dataclass(eq=False)
+class SequenceNotRestored(PreconditionFailed):
+    """After a restart a sequence could not be given back to its session: it is lost, and may be admitted again."""
+
+    template = "sequence {sequence_id} is lost: {problem}"
+    sequence_id: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSequence:
+    """What a session says it holds."""
+
+    sequence_id: int
+    num_tokens: int
+    num_prompt_tokens: int
+    publish_tokens: int  # computed by steps that are complete
+    tables: list[list[int]]  # per group, positional; 0 = null
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasserted:
+    """What became of it."""
+
+    lost: dict[int, SequenceNotRestored]
+    completed: Completed  # blocks that were published (again): what a recovery record may say
+
+
+def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[int]:
+    """Makes recorded blocks findable in a pool that nobody uses yet; `order`: the same, least recently used first.
+
+    Returns blocks that were not taken, because this pool has no place for them. O(blocks of the pool).
+    """
+    store, config = pool.store, pool.config
+    assert store.free.count == config.num_blocks - 1 - config.num_reserved_low_blocks and not store.num_cached
+    first, end = 1 + config.num_reserved_low_blocks, config.num_blocks
+    origins = [Origin(group, _RECOVERED, 0) for group in range(len(config.groups))]
+    for origin in origins:
+        origin.is_public = True
+    cacheable = [config.enable_caching and group.prefix_cacheable for group in config.groups]
+    key_of, origin_of, key_tokens = store.key_of, store.origin_of, store.key_tokens
+    refused = []
+    for block, group, key, tokens in zip(
+        recorded.blocks, recorded.groups, recorded.hashes, recorded.key_tokens, strict=True
+    ):
+        if not (first <= block < end and group < len(origins) and cacheable[group]) or key_of[block] is not None:
+            refused.append(block)
+            continue
+        other = store.index[group].setdefault(key, block)
+        if other != block:
+            store.copies[group].setdefault(key, [other]).append(block)
+        key_of[block] = key
+        origin_of[block] = origins[group]
+        key_tokens[block] = tokens
+    cached = [block for block in order if first <= block < end and key_of[block] is not None]
+    plain = [block for block in range(first, end) if key_of[block] is None]
+    store.free.refill(plain, cached)
+    store.num_cached = len(cached)
+    store.version += 1
+    return refused
+
+
+def reassert(pool: Pool, session: int, held: Iterable[HeldSequence]) -> Reasserted:
+    """Gives sequences back to a session that holds nothing yet; nothing may have been allocated since the restart."""
+    owner = pool._alive(session)
+    assert not owner.sequences, "a session re-asserts once"
+    lost: dict[int, SequenceNotRestored] = {}
+    claimed: set[int] = set()  # blocks without a record
+    for said in held:
+        try:
+            _check(pool, owner, said, claimed)
+        except SequenceNotRestored as error:
+            lost[said.sequence_id] = error
+            continue
+        claimed |= _hold(pool, owner, said)
+        pool.groups.publish(owner.sequences[said.sequence_id], said.publish_tokens, pool._turn(owner))
+    pool.store.free.remove_plain(claimed)
+    pool.store.version += 1
+    return Reasserted(lost=lost, completed=pool.complete(session, owner.step))
+
+
+def _check(pool: Pool, owner: PoolSession, said: HeldSequence, claimed: set[int]) -> None:
+    """Raises SequenceNotRestored; changes nothing."""
+    config, store = pool.config, pool.store
+
+    def refuse(problem: str) -> SequenceNotRestored:
+        return SequenceNotRestored(said.sequence_id, problem)
+
+    if said.sequence_id in owner.sequences:
+        raise refuse("it is named twice")
+    if len(said.tables) != len(config.groups):
+        raise refuse(f"{len(said.tables)} tables for {len(config.groups)} groups")
+    if pool.groups.has_states:
+        raise refuse("its states are not recorded")
+    blocks = [block for table in said.tables for block in table if block]
+    if len(set(blocks)) < len(blocks):
+        raise refuse("a block stands in it twice")
+    sequence = _sequence(pool, said)
+    for policy, table in zip(pool.groups.policies, said.tables, strict=True):
+        view = sequence.block_hashes(policy.stride) if policy.config.prefix_cacheable else []
+        for i, block in enumerate(table):
+            if not block:
+                continue
+            if not config.num_reserved_low_blocks < block < config.num_blocks:
+                raise refuse(f"block {block} does not exist")
+            key, origin = store.key_of[block], store.origin_of[block]
+            if key is None or origin is None:
+                if store.refs[block] or block in claimed:
+                    raise refuse(f"block {block} is held by another sequence")
+            elif origin.group != policy.gid or i >= len(view) or view[i] != key:
+                raise refuse(f"block {block} is recorded with other contents")
+
+
+def _hold(pool: Pool, owner: PoolSession, said: HeldSequence) -> set[int]:
+    """Makes the tables the session's; returns the blocks that are still in the free list, without a record."""
+    store = pool.store
+    sequence = owner.sequences[said.sequence_id] = _sequence(pool, said)
+    unrecorded: set[int] = set()
+    for policy, table in zip(pool.groups.policies, said.tables, strict=True):
+        sequence.tables[policy.gid] = list(table)
+        recorded = [block for block in table if block and store.key_of[block] is not None]
+        store.hold(recorded)
+        plain = {block for block in table if block and store.key_of[block] is None}
+        for block in plain:
+            store.refs[block] = 1
+        unrecorded |= plain
+        offered = 0
+        while offered < len(table) and table[offered] not in plain:
+            offered += 1
+        sequence.offered[policy.gid] = offered
+        for block in table[offered:]:
+            if block and block not in plain:
+                store.drop_keys(block)  # behind a gap: published again with what comes before it
+    return unrecorded
+
+
+def _sequence(pool: Pool, said: HeldSequence) -> Sequence:
+    sequence = Sequence(said.sequence_id, len(pool.config.groups))
+    sequence.hashes = list(said.hashes)
+    sequence.num_tokens = said.num_tokens
+    sequence.num_prompt_tokens = said.num_prompt_tokens or said.num_tokens
+    return sequence
