@@ -12,6 +12,6 @@ def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
     made: dict[str, MemoryBackend] = {
         "posix_shm": PosixShmBackend(config.state_path),
         "memfd": MemfdBackend(),
-        "fake": FakeBackend(device_bytes=config.fake_device_bytes, num_devices=1024),
+        "fake": FakeBackend(device_bytes=config.fake_device_bytes, num_devices=8),
     }
     return {config.backend: made[config.backend], **made}

@@ -6,8 +6,8 @@
     pool: Cleared ──────────────────────────────────────────────────────────▶ ClearedAll 19
 
 The log follows the pool from its first reader on (it costs memory per cached block); what was cached before is read
-from the pool once, then without parents. It is a ring: a reader that is further behind than `max_events` has lost some, and
-starts over with a snapshot.
+from the pool once, then without parents. It is a ring: a reader that is further behind than `max_events` has lost
+some, and starts over with a snapshot.
 """
 
 from collections import deque

@@ -147,9 +147,11 @@ class Node:
         if command.options.backend not in self.backends:
             raise BackendUnknown(command.options.backend, ", ".join(self.backends))
         self._check_devices(command)
+        num_devices = max(1, len(self.backends[command.options.backend].usage().devices))
+        requests = region_requests(command, num_devices)
         config = build_pool_config(command.plan, command.options, command.content)
         self._busy[command.name] = "being opened"
-        return Opening(command=command, config=config, requests=region_requests(command), begun_at_s=self.now_s)
+        return Opening(command=command, config=config, requests=requests, begun_at_s=self.now_s)
 
     def finish_open_pool(self, opening: Opening, regions: tuple[Region, ...]) -> OpenedPool:
         """Publishes the pool with its memory. Does not fail once `begin_open_pool` accepted."""

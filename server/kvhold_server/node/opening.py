@@ -60,14 +60,14 @@ class OpenedPool:
     recovery: RecoveryReport | None
 
 
-def region_requests(command: OpenPoolCommand) -> tuple[RegionRequest, ...]:
+def region_requests(command: OpenPoolCommand, num_devices: int) -> tuple[RegionRequest, ...]:
     """The memory that a plan needs: each rank's region, and its host-resident part. Ranks without layers need none."""
     if command.plan is None:
         return ()
     devices = command.options.rank_device_indexes
     found = []
     for rank, plan in enumerate(command.plan.ranks):
-        device = devices[rank] if devices else 0
+        device = devices[rank] if devices else rank % num_devices
         if plan.region_size_bytes:
             found.append(
                 RegionRequest(pool=command.name, rank=rank, device_index=device, size_bytes=plan.region_size_bytes)
