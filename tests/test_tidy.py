@@ -50,8 +50,6 @@ LAZY_ALLOWED = {"torch", "cuda", "prometheus_client", "xxhash", "rich", "numpy",
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 LONG_FILES: set[str] = {
-    "server/kvhold_server/planner/legacy.py",
-    "server/kvhold_server/planner/modern.py",
     "server/kvhold_server/pool/blocks.py",
     "server/kvhold_server/pool/pool.py",
 }
@@ -63,12 +61,8 @@ TYPE_CHECKING_FILES: set[str] = {
 }
 LONG_FUNCTIONS: set[str] = set()  # "client/kvhold_client/x.py:function"
 KINDS_ASKED_FOR: set[str] = {
-    "server/kvhold_server/planner/glm_groups.py:AttentionSpec",  # an assertion
-    "server/kvhold_server/planner/glm_groups.py:SlidingWindowSpec",
-    "server/kvhold_server/planner/grouping.py:HiddenStateSpec",
-    "server/kvhold_server/planner/legacy.py:AttentionSpec",  # the legacy rules are themselves about classes
-    "server/kvhold_server/planner/legacy.py:MambaSpec",
-    "server/kvhold_server/planner/legacy.py:MlaSpec",
+    "server/kvhold_server/planner/legacy_layers.py:AttentionSpec",  # the legacy rules are themselves about classes
+    "server/kvhold_server/planner/legacy_layers.py:MlaSpec",
 }
 
 

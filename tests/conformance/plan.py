@@ -1,10 +1,10 @@
 """Recorded planner inputs as requests, and answers compared with what was recorded.
 
-`to_request(row)` gives the PlanRequest to send, `check(row, answer)` the differences of the reply or refusal. Both work on the
-wire's messages, so that it does not matter whether the daemon or the planner in process has answered.
+`to_request(row)` gives the PlanRequest to send, `check(row, answer)` the differences of the reply or refusal. Both
+work on the wire's messages, so that it does not matter whether the daemon or the planner in process has answered.
 
-Verdicts: `exact` rows compare every field that counts, `error` rows the gRPC code; for `either` rows a plan must satisfy the
-invariants (plan_invariants.py), and any typed refusal will do.
+Verdicts: `exact` rows compare every field that counts, `error` rows the gRPC code; for `either` rows a plan must
+satisfy the invariants (plan_invariants.py), and any typed refusal will do.
 """
 
 from collections import Counter

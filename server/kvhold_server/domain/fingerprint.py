@@ -1,8 +1,9 @@
 """The identity of a plan: exactly what must agree for a process to attach to a pool made from it.
 
-What decides where bytes lie and what they mean goes in; what only reports (capacities, lengths, warnings, the memory that was
-available) does not. The canonical form is a tree of JSON values; its compact encoding with sorted keys is hashed. It depends on
-names and numbers only, so it is the same in every process and, while CANONICAL_VERSION stands, in every version.
+What decides where bytes lie and what they mean goes in; what only reports (capacities, lengths, warnings, the memory
+that was available) does not. The canonical form is a tree of JSON values; its compact encoding with sorted keys is
+hashed. It depends on names and numbers only, so it is the same in every process and, while CANONICAL_VERSION stands,
+in every version.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kvhold_server.domain.kinds.uniform_type import UniformTypeSpec
 from kvhold_server.domain.layer_spec import LayerSpec
 from kvhold_server.domain.plan import Group, Plan, RankPlan, TensorPlacement
 
@@ -81,11 +83,11 @@ def _rank(rank: RankPlan, specs: dict[int, Json]) -> Json:
 
 def _group(group: Group, specs: dict[int, Json]) -> Json:
     members: Json = None
-    if group.kind == "uniform_type":
+    if isinstance(group.spec, UniformTypeSpec):
         each = [_spec(spec, specs) for spec in group.spec.each()]
         index = {id(spec): position for position, spec in enumerate(group.spec.each())}
         by_value = {spec: position for position, spec in enumerate(group.spec.each())}
-        own = getattr(group.spec, "layer_specs")
+        own = group.spec.layer_specs
         members = {"specs": each, "of_layers": [index.get(id(s), -1) if id(s) in index else by_value[s] for s in own]}
     return {
         "layer_names": list(group.layer_names),
@@ -134,7 +136,7 @@ def _difference(path: str, first: Json, second: Json) -> Difference | None:
                 return below
         return None
     if isinstance(first, list) and isinstance(second, list):
-        for index, (one, other) in enumerate(zip(first, second)):
+        for index, (one, other) in enumerate(zip(first, second, strict=False)):
             below = _difference(f"{path}[{index}]", one, other)
             if below is not None:
                 return below

@@ -1,7 +1,7 @@
 """What a layer stores, as answers to the questions that planner and pool ask.
 
-A layer spec is a frozen value; equality is exact (same kind, all fields equal, unset differs from zero). Each kind is one
-file in `kinds/`. Planner and pool never ask which kind a spec is: they ask for its page, its blocks, its rules.
+A layer spec is a frozen value; equality is exact (same kind, all fields equal, unset differs from zero). Each kind is
+one file in `kinds/`. Planner and pool never ask which kind a spec is: they ask for its page, its blocks, its rules.
 
     page_size_bytes           bytes of one block in one layer, padding included
     max_request_blocks(L)     most blocks that one request may hold
@@ -15,6 +15,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, TypeVar
 
 
@@ -141,6 +142,48 @@ class LayerSpec(ABC):
         """What bytes mean, where leftovers of another format would do harm. None: they never do."""
         return None
 
+    # --- parts that some layouts tell apart ------------------------------------------------------------------------
+
+    @property
+    def state_tokens(self) -> "int | Fraction":
+        """Tokens that one state of a page covers."""
+        return 1
+
+    @property
+    def window_tokens(self) -> int | None:
+        """How far back the layer attends, where that is limited."""
+        return None
+
+    @property
+    def own_state_mode(self) -> StateCacheMode | None:
+        """How a recurrent layer wants its states cached; None for layers without states."""
+        return None
+
+    @property
+    def decodes_without_order(self) -> bool:
+        """Does a decode step read several tokens without causal order, as a drafter does?"""
+        return False
+
+    @property
+    def selects_rows(self) -> bool:
+        """Is it an indexer's cache?"""
+        return False
+
+    @property
+    def leads_selection(self) -> bool:
+        """Does its selection of rows serve the layers behind it, too?"""
+        return False
+
+    @property
+    def model_generation(self) -> str | None:
+        """The model generation whose rules it follows, where they differ."""
+        return None
+
+    @property
+    def hidden_token_bytes(self) -> int | None:
+        """Bytes of one token's hidden state; None for layers that keep none."""
+        return None
+
     def min_request_blocks(self, limits: Limits) -> int:
         """Blocks that a request of one token holds."""
         return 1
@@ -205,7 +248,9 @@ class SpecCount:
 
 
 def count_specs(specs: Iterable[LayerSpec]) -> list[SpecCount]:
-    """The different specs, by first occurrence. Compares objects first: hashing a spec is slow, and few are different."""
+    """The different specs, by first occurrence. Compares objects first: hashing a spec is slow, and few are
+    different.
+    """
     by_object: dict[int, SpecCount] = {}
     tally: dict[int, int] = {}
     for spec in specs:

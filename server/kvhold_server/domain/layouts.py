@@ -1,6 +1,6 @@
 """The six physical orders of a cache tensor, outermost axis first.
 
-    L layer   B block   H head   N state (one per token, or per several)   C content (the bytes of one state of one head)
+    L layer   B block   H head   N state (one per token, or per several)   C content (bytes of one state and head)
 
 Which of L and B is outside decides what may differ between layers:
 

@@ -1,7 +1,7 @@
 """What a plan is: groups of layers that share one block table, and where each layer's pages lie in memory.
 
-Address of layer `l` (its index in `layer_names`), block `b` of a placement, in bytes from the start of the rank's region
-(the device's, or the host's where `host_resident`):
+Address of layer `l` (its index in `layer_names`), block `b` of a placement, in bytes from the start of the rank's
+region (the device's, or the host's where `host_resident`):
 
     offset_bytes + l * layer_stride_bytes + b * block_stride_bytes
 

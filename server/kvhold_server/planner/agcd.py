@@ -6,8 +6,8 @@ from collections.abc import Sequence
 def approximate_gcd(values: Sequence[int], lower: int = 1) -> int:
     """The d in [lower, max(values)] that minimises the padding Σ(−v mod d); the largest of equally good ones.
 
-    Values are positive and at least one. If all are smaller than `lower`, it is `lower`. Reads each different value once
-    per candidate.
+    Values are positive and at least one. If all are smaller than `lower`, it is `lower`. Reads each different value
+    once per candidate.
     """
     assert values and min(values) > 0
     low, high = max(1, lower), max(values)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvhold_server.domain.ids import LayerName
 from kvhold_server.domain.layer_spec import Limits
-from kvhold_server.domain.plan import TensorPlacement
+from kvhold_server.domain.plan import PlanWarning, TensorPlacement
 from kvhold_server.planner.groups import LayerGroup
 from kvhold_server.planner.placement import bytes_per_block, check_layout, place_groups
 from kvhold_server.planner.request import PlannerConfig
@@ -71,6 +71,10 @@ class Arrangement(ABC):
     def pooled_groups(self) -> frozenset[int]:
         """Indexes of the groups that have a block pool of their own."""
         return frozenset()
+
+    def warnings(self) -> tuple[PlanWarning, ...]:
+        """What is to be said about the settings, once per plan."""
+        return ()
 
     def scheduler_groups(self) -> tuple[LayerGroup, ...]:
         """The groups as they will be after the layout."""

@@ -1,10 +1,10 @@
 """The aliasing arrangement of compressed MLA with recurrent layers, and the drafter's own pool behind it.
 
     │ mla 0, states i=0 of every group │ mla 1, states i=1 │ … │ idx 0, tail 0 │ idx 1, tail 1 │ … │ draft 0 │ draft 1 │
-    └─ num_blocks pages of P bytes ────┴───────────────────┴───┴─ num_blocks pages of I bytes ─┴───┴─ own pool's pages ─┘
+    └─ num_blocks pages of P bytes ────┴───────────────────┴───┴─ num_blocks pages of I bytes ─┴───┴─ draft pages ────┘
 
-Each layer is one run of pages, so `layout` orders only heads and states inside a page. The drafter's pool has its own block
-ids, with a null block of its own, and is sized for its window times the requests that may run.
+Each layer is one run of pages, so `layout` orders only heads and states inside a page. The drafter's pool has its own
+block ids, with a null block of its own, and is sized for its window times the requests that may run.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def recognise(groups: Sequence[LayerGroup]) -> GlmParts | str:
     if any(spec.padded_page_size_bytes is not None for spec in attention.spec.each()):
         return ""
     layers = list(attention.layers())
-    rows = tuple((name, spec) for name, spec in layers if getattr(spec, "tokens_per_state") == 1)
-    indexers = tuple((name, spec) for name, spec in layers if getattr(spec, "tokens_per_state") > 1)
+    rows = tuple((name, spec) for name, spec in layers if spec.state_tokens == 1)
+    indexers = tuple((name, spec) for name, spec in layers if spec.state_tokens > 1)
     row_pages = {spec.page_size_bytes for _, spec in rows}
     index_pages = {spec.page_size_bytes for _, spec in indexers}
     if len(row_pages) != 1 or len(index_pages) != 1:
@@ -114,7 +114,7 @@ class GlmArrangement(Arrangement):
 
     def _draft_blocks(self, group: LayerGroup, limits: Limits) -> int:
         # Without a window the drafter keeps whole requests.
-        kept = getattr(group.spec, "sliding_window_tokens", None) or limits.max_model_len_tokens
+        kept = group.spec.window_tokens or limits.max_model_len_tokens
         block = group.spec.block_size_tokens
         per_sequence = cdiv(kept, block) + 2
         return max(1, self.config.max_num_seqs * per_sequence + cdiv(self.config.max_num_batched_tokens, block) + 1)

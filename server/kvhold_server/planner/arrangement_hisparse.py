@@ -6,8 +6,8 @@
             │ hot l0      │ hot l1      │              a fixed buffer of fetched rows per request
             │ other layers' groups …                   as usual
 
-An index leader and the layers that follow its selection are a unit; units are packed into groups of at most the indexers'
-width, so that resident and hot groups do not widen the block.
+An index leader and the layers that follow its selection are a unit; units are packed into groups of at most the
+indexers' width, so that resident and hot groups do not widen the block.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ _Members = list[tuple[LayerName, LayerSpec]]
 
 
 class HisparseArrangement(Arrangement):
-    """Built from groups whose first holds all MLA layers. Raises HisparseInvalid from everything but the constructor."""
+    """Built from groups whose first holds all MLA layers. Raises HisparseInvalid from everything but the
+    constructor.
+    """
 
     def __init__(self, groups: Sequence[LayerGroup], config: PlannerConfig) -> None:
         super().__init__(groups, config)
@@ -112,14 +114,16 @@ class HisparseArrangement(Arrangement):
         first = self.groups[0]
         if not isinstance(first.spec, UniformTypeSpec) or not all(s.family & Family.MLA for s in first.spec.each()):
             raise HisparseInvalid(field="layers", value=first.spec.kind, constraint="the model must have MLA layers")
-        versions = {getattr(spec, "model_version") for spec in first.spec.each()}
+        versions = [spec.model_generation for spec in first.spec.each()]
         if "deepseek_v4" in versions:
             raise HisparseInvalid(field="model_version", value="deepseek_v4", constraint="is not supported")
         return first.spec
 
     def _members(self, role: CacheRole) -> _Members:
         self._wrapper()
-        members = [(n, spec) for n, spec in self.groups[0].layers() if getattr(spec, "cache_role") is role]
+        members = [
+            (name, spec) for name, spec in self.groups[0].layers() if spec.selects_rows == (role is CacheRole.INDEXER)
+        ]
         if not members:
             raise HisparseInvalid(field="cache_role", value=role.value, constraint="at least one layer must have it")
         return members
@@ -178,7 +182,7 @@ class HisparseArrangement(Arrangement):
     def _packs(self, width_bytes: int) -> list[_Members]:
         units: list[_Members] = []
         for name, spec in self._members(CacheRole.SPARSE):
-            if not units or getattr(spec, "is_index_group_leader"):
+            if not units or spec.leads_selection:
                 units.append([])
             units[-1].append((name, spec))
         packs: list[_Members] = []

@@ -36,14 +36,14 @@ def resolve_block_sizes(
     sizes = [_sharded_block(spec, context_parallel_size) for spec in specs]
     scheduler = math.lcm(*sizes)
     members = [member for spec in specs for member in spec.each()]
-    if not needs_hashes or any(_state_mode(member) not in (None, StateCacheMode.ALIGN) for member in members):
+    if not needs_hashes or any(member.own_state_mode not in (None, StateCacheMode.ALIGN) for member in members):
         return BlockSizes(scheduler_tokens=scheduler, hash_tokens=scheduler)
     cached = [size for spec, size in zip(specs, sizes, strict=True) if spec.prefix_cacheable] or sizes
     unit = math.gcd(*cached) if prefix_match_unit_tokens is None else prefix_match_unit_tokens
     _check_multiples("block of a group", cached, [unit])
-    # States may end inside a coarser block, at any multiple of the unit; what covers several tokens must end there, too.
+    # States may end inside a coarser block, at any multiple of the unit; wider states must end there, too.
     partial = any(
-        _state_mode(member) is StateCacheMode.ALIGN and (size > unit if context_parallel_size == 1 else size >= unit)
+        member.own_state_mode is StateCacheMode.ALIGN and (size > unit if context_parallel_size == 1 else size >= unit)
         for spec, size in zip(specs, sizes, strict=True)
         for member in spec.each()
     )
@@ -57,12 +57,8 @@ def _sharded_block(spec: LayerSpec, context_parallel_size: int) -> int:
     return spec.block_size_tokens * (context_parallel_size if sharded else 1)
 
 
-def _state_mode(spec: LayerSpec) -> StateCacheMode | None:
-    return getattr(spec, "state_cache_mode", None)
-
-
 def _state_strides(members: Iterable[LayerSpec]) -> list[int]:
-    strides = {getattr(member, "tokens_per_state", 1) for member in members if member.prefix_cacheable}
+    strides = {member.state_tokens for member in members if member.prefix_cacheable}
     return sorted(stride for stride in strides if isinstance(stride, int) and stride > 1)
 
 

@@ -3,7 +3,8 @@
     memory of a rank      │ null block │ blocks that requests may hold ………………… │ rest < one block │
                           └─ reserve ──┴─ spare: what one request must fit into ─┘
 
-Whether a length fits is a function of the length, so the longest is found by bisection and nothing is changed meanwhile.
+Whether a length fits is a function of the length, so the longest is found by bisection and nothing is changed
+meanwhile.
 """
 
 from collections.abc import Callable, Sequence

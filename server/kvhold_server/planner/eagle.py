@@ -25,7 +25,7 @@ def annotate_eagle(grouping: Grouping, specs: SpecMap, config: PlannerConfig) ->
 
 
 def _decodes_without_order(group: LayerGroup) -> bool:
-    return any(getattr(spec, "non_causal_multi_token_decode", False) for spec in group.spec.each())
+    return any(spec.decodes_without_order for spec in group.spec.each())
 
 
 def _trailing_draft_group(groups: Sequence[LayerGroup], specs: SpecMap, config: PlannerConfig) -> set[int]:
@@ -45,7 +45,8 @@ def _with_warning(grouping: Grouping, config: PlannerConfig) -> Grouping:
     if config.speculation is None or not config.is_eagle_family or flagged or not has_state:
         return grouping
     message = (
-        f"speculation with {config.speculation.method} and recurrent layers, but no group is known to be the drafter's: "
+        f"speculation with {config.speculation.method} and recurrent layers, but no group is known to be the "
+        f"drafter's: "
         "hits are not shortened for it"
     )
     warning = PlanWarning(type=WarningType.NO_EAGLE_GROUP, message=message)

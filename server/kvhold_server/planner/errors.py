@@ -17,7 +17,8 @@ class NoMemory(Exhausted):
 
     template = (
         "rank {rank}: {available_bytes} bytes hold no cache block besides the null block; one block is {block_bytes} "
-        "bytes, and a request of {max_model_len_tokens} tokens needs at least {min_blocks} blocks in all: give more memory "
+        "bytes, and a request of {max_model_len_tokens} tokens needs at least {min_blocks} blocks in all: give more "
+        "memory "
         "or a larger num_blocks_override"
     )
     rank: int
@@ -108,7 +109,8 @@ class PromotionFailed(InvalidRequest):
     """disable_hybrid_kv_cache was asked for, but the layers do not become one type."""
 
     template = (
-        "disable_hybrid_kv_cache: layer {layer_name} ({kind}) and layer {other_layer_name} ({other_kind}) do not become "
+        "disable_hybrid_kv_cache: layer {layer_name} ({kind}) and layer {other_layer_name} ({other_kind}) do not "
+        "become "
         "one type: leave it off for this model"
     )
     layer_name: str
@@ -131,7 +133,8 @@ class LayoutCannotHoldPages(InvalidRequest):
     """The layout needs equal pages."""
 
     template = (
-        "layout {layout} cannot hold pages of {page_sizes_bytes} bytes in {num_groups} group(s): use BLHNC or BLNHC, or "
+        "layout {layout} cannot hold pages of {page_sizes_bytes} bytes in {num_groups} group(s): use BLHNC or "
+        "BLNHC, or "
         "give all layers the same page"
     )
     layout: str
@@ -145,7 +148,8 @@ class LayoutMixesStrides(InvalidRequest):
 
     template = (
         "layout {layout}: layer {layer_name} has {block_stride_bytes} bytes from block to block and layer "
-        "{other_layer_name} {other_block_stride_bytes}, so that block ids of their groups overlap: use LBHNC, LBNHC or a "
+        "{other_layer_name} {other_block_stride_bytes}, so that block ids of their groups overlap: use LBHNC, LBNHC "
+        "or a "
         "block-outermost layout"
     )
     layout: str
@@ -167,64 +171,6 @@ class NoGroupForHiddenStates(InvalidRequest):
 
 
 @dataclass(eq=False)
-class StatePageTooLarge(InvalidRequest):
-    """A recurrent state must fit the page of the MLA layer whose bytes it shares."""
-
-    template = (
-        "layer {layer_name}: its state of {state_bytes} bytes does not fit the MLA page of {page_bytes} bytes: use more "
-        "tensor parallelism, larger blocks or a wider cache type"
-    )
-    layer_name: str
-    state_bytes: int
-    page_bytes: int
-
-
-@dataclass(eq=False)
-class StageWithoutMla(InvalidRequest):
-    """A pipeline stage has recurrent layers but no MLA layer whose bytes they could share."""
-
-    template = (
-        "pipeline stage {stage} has {num_state_layers} recurrent layers and no MLA layer: change pp_layer_partition so "
-        "that each stage has one"
-    )
-    stage: int
-    num_state_layers: int
-
-
-@dataclass(eq=False)
-class LayerIndexUnclear(PreconditionFailed):
-    """With pipeline stages, a layer's number must be readable from its name."""
-
-    template = "layer {layer_name}: the name must have exactly one number between dots to tell its pipeline stage"
-    layer_name: str
-
-
-@dataclass(eq=False)
-class PartitionInvalid(InvalidRequest):
-    """pp_layer_partition does not match the stages and layers."""
-
-    template = (
-        "pp_layer_partition {partition} must have {num_stages} entries with the sum {total_hidden_layers} "
-        "(total_hidden_layers)"
-    )
-    partition: tuple[int, ...]
-    num_stages: int
-    total_hidden_layers: int
-
-
-@dataclass(eq=False)
-class DraftBlockSizeInvalid(InvalidRequest):
-    """The drafter's block must divide the target's."""
-
-    template = (
-        "draft_pool.block_size_tokens {block_size_tokens} must be a positive multiple of 64 that divides the target's "
-        "block of {target_block_size_tokens}"
-    )
-    block_size_tokens: int
-    target_block_size_tokens: int
-
-
-@dataclass(eq=False)
 class HisparseInvalid(InvalidRequest):
     """The host-resident layout does not fit the model or its settings."""
 
@@ -239,7 +185,8 @@ class MatchUnitDoesNotDivide(InvalidRequest):
     """The hash unit must divide every cached group's block, and states must end on it."""
 
     template = (
-        "prefix_match_unit_tokens {unit_tokens}: {what} {tokens} is not a multiple of what it must be: choose a divisor "
+        "prefix_match_unit_tokens {unit_tokens}: {what} {tokens} is not a multiple of what it must be: choose a "
+        "divisor "
         "of all block sizes (leave it out for the largest)"
     )
     unit_tokens: int
@@ -262,33 +209,6 @@ class PageNotUnifiable(Unsupported):
     kind: str
     page_bytes: int
     largest_page_bytes: int
-
-
-@dataclass(eq=False)
-class DrafterNotPlaceable(Unsupported):
-    """A drafter layer does not fit beside the target's layers."""
-
-    template = "drafter layer {layer_name}: {field} {value} {constraint}"
-    layer_name: str
-    field: str
-    value: object
-    constraint: str
-
-
-@dataclass(eq=False)
-class NoCommonGrouping(Unsupported):
-    """The legacy strategy groups layers of equal pages only."""
-
-    template = (
-        "the legacy strategy cannot group layer {layer_name} ({kind}, page {page_bytes} bytes) with layer "
-        "{other_layer_name} ({other_kind}, page {other_page_bytes} bytes): use the modern strategy"
-    )
-    layer_name: str
-    kind: str
-    page_bytes: int
-    other_layer_name: str
-    other_kind: str
-    other_page_bytes: int
 
 
 # ---------------------------------------------------------------------------------------------------- preconditions
@@ -323,11 +243,11 @@ class RanksDisagree(PreconditionFailed):
     """Ranks would need different layouts for one set of block ids."""
 
     template = (
-        "rank {rank}: {reason}, while rank {other_rank} uses the drafter's own pool: all ranks must have its shape"
+        "rank {rank}: {cause}, while rank {other_rank} uses the drafter's own pool: all ranks must have its shape"
     )
     rank: int
     other_rank: int
-    reason: str
+    cause: str
 
 
 @dataclass(eq=False)
@@ -336,7 +256,8 @@ class PageDoesNotScale(PreconditionFailed):
 
     template = (
         "layer {layer_name} ({kind}): {factor} times the block of {block_size_tokens} tokens gives a page of "
-        "{page_bytes} bytes instead of {wanted_page_bytes}: make tokens_per_state divide the block, and leave padding out"
+        "{page_bytes} bytes instead of {wanted_page_bytes}: make tokens_per_state divide the block, and leave "
+        "padding out"
     )
     layer_name: str
     kind: str
@@ -358,38 +279,6 @@ class PaddedPageSplit(PreconditionFailed):
     page_bytes: int
     num_heads: int
     layout: str
-
-
-@dataclass(eq=False)
-class NothingCached(PreconditionFailed):
-    """No layer of the request holds a block for any request."""
-
-    template = "no group needs a block for a request (kinds: {kinds}): there is nothing to plan; leave the layers out"
-    kinds: tuple[str, ...]
-
-
-@dataclass(eq=False)
-class NotLegacy(Unsupported):
-    """The legacy strategy does not know this."""
-
-    template = "layer {layer_name}: the legacy strategy does not know {field} = {value}: use the modern strategy"
-    layer_name: str
-    field: str
-    value: object
-
-
-@dataclass(eq=False)
-class UnequalPages(PreconditionFailed):
-    """Layers of one legacy tensor must have one page size."""
-
-    template = (
-        "layer {layer_name} has a page of {page_bytes} bytes and layer {other_layer_name} one of {other_page_bytes}, though "
-        "their specs count as one: give them the same geometry or use the modern strategy"
-    )
-    layer_name: str
-    page_bytes: int
-    other_layer_name: str
-    other_page_bytes: int
 
 
 @dataclass(eq=False)

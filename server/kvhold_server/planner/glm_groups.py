@@ -1,26 +1,27 @@
 """Grouping for models of compressed MLA with an indexer and recurrent layers (GLM-5-Next).
 
-Recurrent states lie in the bytes of MLA pages, and pooled-key tails in those of indexer pages, because a block id is used by
-one group at a time. So there are as many recurrent groups as it takes for each state layer to find an MLA layer.
+Recurrent states lie in the bytes of MLA pages, and pooled-key tails in those of indexer pages, because a block id is
+used by one group at a time. So there are as many recurrent groups as it takes for each state layer to find an MLA
+layer.
 
     block 7 as an attention block:   │ mla 0 │ mla 1 │ mla 2 │ idx 0 │ idx 1 │
     block 7 as a block of states:    │ st 0  │ st 3  │ st 6  │       │       │        first of the groups of states
     block 7 as a tail block:         │       │       │       │ tail 0│ tail 1│
 
-Drafter layers have a block pool of their own (arrangement_glm.py). A model of another shape is left to ordinary grouping.
+Drafter layers have a block pool of their own (arrangement_glm.py). A model of another shape is left to ordinary
+grouping.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
+from kvhold_server.domain.errors import InvalidRequest, Unsupported
 from kvhold_server.domain.ids import LayerName
-from kvhold_server.domain.kinds.attention import AttentionSpec, geometry_of
-from kvhold_server.domain.kinds.draft_sliding_window import DraftSlidingWindowSpec
+from kvhold_server.domain.kinds.draft_sliding_window import draft_window_of
 from kvhold_server.domain.kinds.full import FullSpec
 from kvhold_server.domain.kinds.mla import MlaSpec
 from kvhold_server.domain.kinds.sliding_window import SlidingWindowSpec
 from kvhold_server.domain.layer_spec import Family, LayerSpec, count_specs
-from kvhold_server.planner.errors import DraftBlockSizeInvalid, DrafterNotPlaceable, StatePageTooLarge
 from kvhold_server.planner.groups import Grouping, LayerGroup
 from kvhold_server.planner.pipeline import num_state_groups
 from kvhold_server.planner.request import DraftPool, PlannerConfig, SpecMap
@@ -28,6 +29,43 @@ from kvhold_server.planner.uniform import uniform_type
 from kvhold_server.planner.uniform_pages import bucket_by_equality
 
 _DRAFT_BLOCK_TOKENS = 256  # fits the kernels of known drafters
+
+
+@dataclass(eq=False)
+class StatePageTooLarge(InvalidRequest):
+    """A recurrent state must fit the page of the MLA layer whose bytes it shares."""
+
+    template = (
+        "layer {layer_name}: its state of {state_bytes} bytes does not fit the MLA page of {page_bytes} bytes: use "
+        "more "
+        "tensor parallelism, larger blocks or a wider cache type"
+    )
+    layer_name: str
+    state_bytes: int
+    page_bytes: int
+
+
+@dataclass(eq=False)
+class DraftBlockSizeInvalid(InvalidRequest):
+    """The drafter's block must divide the target's."""
+
+    template = (
+        "draft_pool.block_size_tokens {block_size_tokens} must be a positive multiple of 64 that divides the target's "
+        "block of {target_block_size_tokens}"
+    )
+    block_size_tokens: int
+    target_block_size_tokens: int
+
+
+@dataclass(eq=False)
+class DrafterNotPlaceable(Unsupported):
+    """A drafter layer does not fit beside the target's layers."""
+
+    template = "drafter layer {layer_name}: {field} {value} {constraint}"
+    layer_name: str
+    field: str
+    value: object
+    constraint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +84,8 @@ class GlmShape:
 def glm_groups(specs: SpecMap, config: PlannerConfig) -> Grouping | None:
     """The groups, or None if the model does not have the shape.
 
-    Raises StatePageTooLarge, StageWithoutMla, PartitionInvalid, LayerIndexUnclear, DrafterNotPlaceable, DraftBlockSizeInvalid.
+    Raises StatePageTooLarge, StageWithoutMla, PartitionInvalid, LayerIndexUnclear, DrafterNotPlaceable,
+    DraftBlockSizeInvalid.
     """
     shape = glm_shape(specs)
     attention = uniform_type(shape.attention) if shape is not None else None
@@ -72,8 +111,8 @@ def glm_shape(specs: SpecMap) -> GlmShape | None:
         return None
     if any(spec.padded_page_size_bytes is not None for spec in attention.values()):
         return None
-    rows = {name: spec for name, spec in attention.items() if _tokens_per_state(spec) == 1}
-    index = [spec for spec in attention.values() if _tokens_per_state(spec) > 1]
+    rows = {name: spec for name, spec in attention.items() if spec.state_tokens == 1}
+    index = [spec for spec in attention.values() if spec.state_tokens > 1]
     row_pages = {spec.page_size_bytes for spec in rows.values()}
     index_pages = {spec.page_size_bytes for spec in index}
     if len(row_pages) != 1 or len(index_pages) != 1 or len(rows) + len(index) != len(attention):
@@ -89,10 +128,6 @@ def glm_shape(specs: SpecMap) -> GlmShape | None:
         mla_names=tuple(rows),
         index_page_bytes=index_pages.pop(),
     )
-
-
-def _tokens_per_state(spec: LayerSpec) -> float:
-    return float(getattr(spec, "tokens_per_state"))
 
 
 def _tail_group(shape: GlmShape) -> LayerGroup | None:
@@ -131,15 +166,8 @@ def _draft_spec(name: LayerName, spec: LayerSpec, target_block_tokens: int, pool
         raise DrafterNotPlaceable(
             layer_name=name, field="page_size_padded_bytes", value=padded, constraint="must be left out"
         )
-    if isinstance(spec, SlidingWindowSpec):
-        return geometry_of(
-            spec,
-            DraftSlidingWindowSpec,
-            sliding_window_tokens=spec.sliding_window_tokens,
-            extra_retained_tokens=spec.extra_retained_tokens,
-            block_size_tokens=draft_block_tokens(target_block_tokens, pool),
-        )
-    assert isinstance(spec, AttentionSpec)
+    if spec.family & Family.SLIDING:
+        return draft_window_of(spec, draft_block_tokens(target_block_tokens, pool))
     if target_block_tokens % spec.block_size_tokens:
         raise DrafterNotPlaceable(
             layer_name=name,

@@ -12,9 +12,7 @@
 
 import dataclasses
 
-from kvhold_server.domain.ids import LayerName
-from kvhold_server.domain.kinds.hidden_state import HiddenStateSpec
-from kvhold_server.domain.layer_spec import Family, LayerSpec
+from kvhold_server.domain.layer_spec import Family
 from kvhold_server.domain.plan import PlanWarning
 from kvhold_server.planner.eagle import annotate_eagle
 from kvhold_server.planner.errors import HisparseInvalid, NoGroupForHiddenStates, PageNotUnifiable
@@ -24,9 +22,9 @@ from kvhold_server.planner.hidden import add_hidden_groups
 from kvhold_server.planner.packed import packed_groups
 from kvhold_server.planner.promotion import full_allocation, without_hybrid
 from kvhold_server.planner.request import PlannerConfig, SpecMap
-from kvhold_server.planner.unify import unify_pages
 from kvhold_server.planner.uniform import uniform_spec, uniform_type
 from kvhold_server.planner.uniform_pages import uniform_page_groups
+from kvhold_server.planner.unify import unify_pages
 
 
 def plan_groups(specs: SpecMap, config: PlannerConfig) -> Grouping:
@@ -64,8 +62,8 @@ def _simple_groups(specs: SpecMap) -> Grouping | None:
 
 def _hybrid_groups(specs: SpecMap, config: PlannerConfig) -> Grouping:
     """Groups for layers that hold different numbers of blocks."""
-    hidden = {name: spec for name, spec in specs.items() if isinstance(spec, HiddenStateSpec)}
-    rest: dict[LayerName, LayerSpec] = {name: spec for name, spec in specs.items() if name not in hidden}
+    hidden = {name: spec for name, spec in specs.items() if spec.hidden_token_bytes is not None}
+    rest = {name: spec for name, spec in specs.items() if name not in hidden}
     if not rest:
         raise NoGroupForHiddenStates(layer_names=tuple(hidden))
     if config.layout.block_outermost:

@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 
 from kvhold_server.domain.ids import LayerName
-from kvhold_server.domain.kinds.hidden_state import HiddenStateSpec
 from kvhold_server.domain.layer_spec import LayerSpec, cdiv
 from kvhold_server.planner.errors import PageDoesNotScale
 from kvhold_server.planner.groups import LayerGroup, with_spec
+from kvhold_server.planner.request import SpecMap
 
 
-def add_hidden_groups(groups: Sequence[LayerGroup], hidden: dict[LayerName, HiddenStateSpec]) -> tuple[LayerGroup, ...]:
+def add_hidden_groups(groups: Sequence[LayerGroup], hidden: SpecMap) -> tuple[LayerGroup, ...]:
     """The groups, enlarged until one token's hidden state fits a page, and one group per hidden layer behind them.
 
     `groups` is not empty and all its pages are equal. Raises PageDoesNotScale.
@@ -20,7 +20,7 @@ def add_hidden_groups(groups: Sequence[LayerGroup], hidden: dict[LayerName, Hidd
         return tuple(groups)
     page = groups[0].spec.page_size_bytes
     assert all(group.spec.page_size_bytes == page for group in groups)
-    factor = max(1, cdiv(max(spec.token_size_bytes for spec in hidden.values()), page))
+    factor = max(1, cdiv(max(_token_bytes(spec) for spec in hidden.values()), page))
     page *= factor
     enlarged = [with_spec(group, enlarge(group.layer_names[0], group.spec, factor)) for group in groups]
     grid = math.gcd(*(group.spec.block_size_tokens for group in enlarged))
@@ -47,11 +47,17 @@ def enlarge(name: LayerName, spec: LayerSpec, factor: int) -> LayerSpec:
     return scaled
 
 
-def _hidden_group(name: LayerName, spec: HiddenStateSpec, page: int, grid: int) -> LayerGroup:
-    fitting = max(page // spec.token_size_bytes, 1)
+def _hidden_group(name: LayerName, spec: LayerSpec, page: int, grid: int) -> LayerGroup:
+    fitting = max(page // _token_bytes(spec), 1)
     block = largest_divisor(grid, fitting)
-    own = dataclasses.replace(spec, block_size_tokens=block, page_size_padded_bytes=page, alignment_bytes=None)
+    own = dataclasses.replace(spec, block_size_tokens=block).padded_to(page)
+    assert own is not None
     return LayerGroup(layer_names=(name,), spec=own)
+
+
+def _token_bytes(spec: LayerSpec) -> int:
+    assert spec.hidden_token_bytes is not None
+    return spec.hidden_token_bytes
 
 
 def largest_divisor(number: int, limit: int) -> int:

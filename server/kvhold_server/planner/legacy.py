@@ -1,173 +1,96 @@
-"""The planner of vLLM 0.11, for engines that expect its layout: separate tensors, each shared by one layer of every group.
+"""The planner of vLLM 0.11: separate tensors, each shared by one layer of every group.
 
     group 0   f0 f1 f2        tensor 0: f0, s0     tensor 1: f1, s1     tensor 2: f2, s2        block b of tensor i is a
     group 1   s0 s1 s2                                                                          page at b × page bytes
 
-Only equal pages can be grouped; there is no null-block reserve, and memory is checked per rank by the sum over its layers.
-Uneven ranks keep their larger tensors and only share the smaller number of blocks.
+Only equal pages can be grouped; there is no null-block reserve, and memory is checked per rank by the sum over its
+layers. Uneven ranks keep their larger tensors and only share the smaller number of blocks.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvhold_server.domain.errors import PreconditionFailed, Unsupported
 from kvhold_server.domain.fingerprint import fingerprint_of
 from kvhold_server.domain.ids import LayerName
-from kvhold_server.domain.kinds.attention import AttentionSpec
-from kvhold_server.domain.kinds.chunked_local import ChunkedLocalSpec
-from kvhold_server.domain.kinds.cross_attention import CrossAttentionSpec
 from kvhold_server.domain.kinds.encoder_only import EncoderOnlySpec
-from kvhold_server.domain.kinds.full import FullSpec
-from kvhold_server.domain.kinds.mamba import MambaSpec
 from kvhold_server.domain.kinds.mla import MlaSpec
-from kvhold_server.domain.kinds.sliding_window import SlidingWindowSpec
+from kvhold_server.domain.kinds.sliding_window import same
 from kvhold_server.domain.kinds.uniform_type import UniformTypeSpec, uniform_type_of
-from kvhold_server.domain.layer_spec import Family, LayerSpec, Limits, cdiv, count_specs, first_mismatch
-from kvhold_server.domain.plan import Group, LayerCost, Plan, PlanWarning, RankPlan, TensorPlacement
-from kvhold_server.planner.capacity import longest_fitting
-from kvhold_server.planner.errors import (
-    InsufficientMemory,
-    LayerSpecMismatch,
-    NoCommonGrouping,
-    NoMemory,
-    NothingCached,
-    NotLegacy,
-    RankWithoutLayers,
-    UnequalPages,
-)
+from kvhold_server.domain.layer_spec import LayerSpec, Limits, cdiv, count_specs
+from kvhold_server.domain.plan import Group, Plan, PlanWarning, RankPlan, TensorPlacement
+from kvhold_server.planner.errors import RankWithoutLayers
 from kvhold_server.planner.groups import Grouping, LayerGroup
+from kvhold_server.planner.legacy_layers import (
+    check_rank,
+    legacy_costs,
+    longest_on_all,
+    rank_map,
+    request_blocks_of,
+    request_bytes,
+)
+from kvhold_server.planner.model import merge_layers
 from kvhold_server.planner.promotion import hybrid_disabled_warning, promote_local_layers, promotion_refusal
 from kvhold_server.planner.request import PlanRequest, SpecMap
 from kvhold_server.planner.uniform import uniform_spec
 from kvhold_server.planner.uniform_pages import bucket_by_equality, deal_buckets
 
-_KINDS = frozenset(
-    kind.kind
-    for kind in (
-        FullSpec,
-        MlaSpec,
-        SlidingWindowSpec,
-        ChunkedLocalSpec,
-        MambaSpec,
-        CrossAttentionSpec,
-        EncoderOnlySpec,
+
+@dataclass(eq=False)
+class NoCommonGrouping(Unsupported):
+    """The legacy strategy groups layers of equal pages only."""
+
+    template = (
+        "the legacy strategy cannot group layer {layer_name} ({kind}, page {page_bytes} bytes) with layer "
+        "{other_layer_name} ({other_kind}, page {other_page_bytes} bytes): use the modern strategy"
     )
-)
-_DS_MLA_ROW_BYTES = 656  # 512 latent bytes, 16 of scales, 128 of rotary keys
+    layer_name: str
+    kind: str
+    page_bytes: int
+    other_layer_name: str
+    other_kind: str
+    other_page_bytes: int
+
+
+@dataclass(eq=False)
+class NothingCached(PreconditionFailed):
+    """No layer of the request holds a block for any request."""
+
+    template = "no group needs a block for a request (kinds: {kinds}): there is nothing to plan; leave the layers out"
+    kinds: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class UnequalPages(PreconditionFailed):
+    """Layers of one legacy tensor must have one page size."""
+
+    template = (
+        "layer {layer_name} has a page of {page_bytes} bytes and layer {other_layer_name} one of "
+        "{other_page_bytes}, though "
+        "their specs count as one: give them the same geometry or use the modern strategy"
+    )
+    layer_name: str
+    page_bytes: int
+    other_layer_name: str
+    other_page_bytes: int
 
 
 def plan_legacy(request: PlanRequest) -> Plan:
     """The plan. Raises the typed refusals of planner/errors.py; changes nothing."""
-    maps = [_rank_map(request, rank) for rank in range(len(request.ranks))]
+    maps = [rank_map(request, rank) for rank in range(len(request.ranks))]
     limits = dataclasses.replace(request.config.limits, max_in_flight_tokens=request.config.max_num_batched_tokens)
     if request.config.auto_fit_max_model_len:
-        limits = limits.with_len(_longest_on_all(request, maps, limits))
+        limits = limits.with_len(longest_on_all(request, maps, limits))
     for rank, specs in enumerate(maps):
-        _check_rank(rank, specs, request.ranks[rank].available_memory_bytes, limits)
-    model = _merge_ranks(maps)
+        check_rank(rank, specs, request.ranks[rank].available_memory_bytes, limits)
+    model = merge_layers([(rank, specs.items()) for rank, specs in enumerate(maps)])
     for rank, specs in enumerate(maps):
         if model and not specs:
             raise RankWithoutLayers(rank=rank)
     grouping = _plan_groups(model, request.config.disable_hybrid_kv_cache)
     ranks = _rank_plans(request, maps, grouping.groups, limits)
     return _report(request, ranks, grouping, limits)
-
-
-# ------------------------------------------------------------------------------------------------------- layers, memory
-
-
-def _rank_map(request: PlanRequest, rank: int) -> SpecMap:
-    translated: dict[int, LayerSpec] = {}
-    for name, spec in request.ranks[rank].layers:
-        if id(spec) not in translated:
-            translated[id(spec)] = legacy_spec(name, spec)
-    return {name: translated[id(spec)] for name, spec in request.ranks[rank].layers}
-
-
-def legacy_spec(layer_name: LayerName, spec: LayerSpec) -> LayerSpec:
-    """The spec as this strategy understands it. Raises NotLegacy for kinds and fields that it does not know."""
-    if spec.kind not in _KINDS:
-        raise NotLegacy(layer_name=layer_name, field="kind", value=spec.kind)
-    if not isinstance(spec, AttentionSpec):
-        return spec
-    value_size = 0 if spec.family & Family.MLA else spec.head_size_elems
-    for field, known in (
-        ("head_size_v_elems", value_size),
-        ("page_size_padded_bytes", None),
-        ("num_head_slots", None),
-        ("state_content_bytes", None),
-        ("tokens_per_state", 1),
-        ("alignment_bytes", None),
-    ):
-        if getattr(spec, field, known) != known:
-            raise NotLegacy(layer_name=layer_name, field=field, value=getattr(spec, field))
-    if isinstance(spec, MlaSpec) and spec.cache_dtype_str == "fp8_ds_mla":
-        return dataclasses.replace(spec, num_head_slots=1, state_content_bytes=_DS_MLA_ROW_BYTES)
-    return spec
-
-
-def request_blocks_of(spec: LayerSpec, limits: Limits) -> int:
-    """Most blocks of one request: as in the other strategies, but a recurrent state is always one."""
-    return max(1 if s.family & Family.STATE else s.max_request_blocks(limits) for s in spec.each())
-
-
-def _request_bytes(specs: SpecMap, limits: Limits) -> int:
-    return sum(
-        entry.count * request_blocks_of(entry.spec, limits) * entry.spec.page_size_bytes
-        for entry in count_specs(specs.values())
-    )
-
-
-def _check_rank(rank: int, specs: SpecMap, memory: int, limits: Limits) -> None:
-    if not specs:
-        return
-    needed = _request_bytes(specs, limits)
-    block = sum(spec.page_size_bytes for spec in specs.values())
-    common = {
-        "rank": rank,
-        "available_bytes": memory,
-        "block_bytes": block,
-        "needed_bytes": needed,
-        "min_blocks": cdiv(needed, block),
-        "max_model_len_tokens": limits.max_model_len_tokens,
-    }
-    if memory <= 0:
-        raise NoMemory(**common)
-    for name, spec in specs.items():
-        spec.check(name, limits)
-    if needed > memory:
-        raise InsufficientMemory(**common, estimated_max_model_len_tokens=_longest(specs, memory, limits))
-
-
-def _longest(specs: SpecMap, memory: int, limits: Limits) -> int:
-    return longest_fitting(
-        lambda length: _request_bytes(specs, limits.with_len(length)) <= memory, limits.max_model_len_tokens
-    )
-
-
-def _longest_on_all(request: PlanRequest, maps: Sequence[SpecMap], limits: Limits) -> int:
-    lengths = [_longest(s, r.available_memory_bytes, limits) for s, r in zip(maps, request.ranks, strict=True) if s]
-    return max(1, min(lengths, default=limits.max_model_len_tokens))
-
-
-def _merge_ranks(maps: Sequence[SpecMap]) -> SpecMap:
-    merged: dict[LayerName, LayerSpec] = {}
-    first_rank: dict[LayerName, int] = {}
-    for rank, specs in enumerate(maps):
-        for name, spec in specs.items():
-            known = merged.setdefault(name, spec)
-            first_rank.setdefault(name, rank)
-            if known is not spec and known != spec:
-                different = first_mismatch(known, spec)
-                raise LayerSpecMismatch(
-                    layer_name=name,
-                    rank=rank,
-                    first_rank=first_rank[name],
-                    field=different.field,
-                    value=different.second,
-                    first_value=different.first,
-                )
-    return merged
 
 
 # ------------------------------------------------------------------------------------------------------------- grouping
@@ -207,8 +130,8 @@ def _simple_group(specs: SpecMap) -> LayerGroup | None:
 
 
 def _joins(first: LayerSpec, spec: LayerSpec) -> bool:
-    if isinstance(first, MambaSpec):  # the page is not compared here
-        return isinstance(spec, MambaSpec) and spec.num_speculative_blocks == first.num_speculative_blocks
+    if first.family & Family.STATE:  # the page is not compared here
+        return same(first, spec, "num_speculative_blocks")
     return first.uniform_with(spec)
 
 
@@ -216,7 +139,7 @@ def _merged_mla(specs: SpecMap) -> LayerSpec | None:
     """MLA layers count as one if their cache type is one; whether their pages are is seen when tensors are made."""
     different = [entry.spec for entry in count_specs(specs.values())]
     formats = {getattr(spec, "cache_dtype_str", None) for spec in different}
-    if all(isinstance(spec, MlaSpec) for spec in different) and len(formats) == 1:
+    if all(spec.kind == MlaSpec.kind for spec in different) and len(formats) == 1:
         return different[0]
     return None
 
@@ -240,7 +163,7 @@ def _no_grouping(specs: SpecMap, first_name: LayerName, name: LayerName) -> NoCo
     )
 
 
-# ------------------------------------------------------------------------------------------------------- tensors, report
+# ------------------------------------------------------------------------------------------------------------ tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +270,7 @@ def _rank_plan(
     return RankPlan(
         num_blocks=num_blocks,
         bytes_per_block=sum(tensor.page_size_bytes for tensor in shared),
-        needed_bytes=_request_bytes(specs, limits),
+        needed_bytes=request_bytes(specs, limits),
         groups=tuple(_group(group, limits) for group in groups),
         tensors=tuple(tensors),
         region_size_bytes=offset,
@@ -398,27 +321,8 @@ def _report(request: PlanRequest, ranks: tuple[RankPlan, ...], grouping: Groupin
         max_in_flight_tokens=limits.max_in_flight_tokens,
         num_prefill_lookahead_tokens=0,
         min_request_blocks=sum(group.spec.min_request_blocks(limits) for group in scheduler),
-        layer_costs=_layer_costs(request),
+        layer_costs=legacy_costs(request),
         warnings=grouping.warnings,
         fingerprint="",
     )
     return dataclasses.replace(plan, fingerprint=fingerprint_of(plan))
-
-
-def _layer_costs(request: PlanRequest) -> tuple[LayerCost, ...]:
-    limits = dataclasses.replace(request.config.limits, max_in_flight_tokens=request.config.max_num_batched_tokens)
-    costs = []
-    for spec in request.layer_specs:
-        own = legacy_spec(LayerName("-"), spec)
-        costs.append(
-            LayerCost(
-                kind=own.kind,
-                page_size_bytes=own.page_size_bytes,
-                unpadded_page_size_bytes=own.unpadded_page_size_bytes,
-                max_request_blocks=request_blocks_of(own, limits),
-                table_row_blocks=request_blocks_of(own, limits),
-                num_states=own.num_states,
-                prefix_cacheable=own.prefix_cacheable,
-            )
-        )
-    return tuple(costs)

@@ -1,11 +1,12 @@
 """Packed groups: in block-outermost layouts, layers of different pages lie side by side in a block.
 
-    block 7:  │ full a │ full b │ full c │ ......... │      group 0        each row is one group's use of the same bytes;
-              │ state d              │ state e      │      group 1        the widest decides the bytes of a block (anchor),
-              │ window f │ window g │ window h │ .. │      group 2        the others are dealt so as not to exceed it
+    block 7:  │ full a │ full b │ full c │ ......... │    group 0     each row is one group's use of the same bytes;
+              │ state d              │ state e      │    group 1     the widest decides the bytes of a block (anchor),
+              │ window f │ window g │ window h │ .. │    group 2     the others are dealt so as not to exceed it
 
-Layers that may share a block table form a bucket. A bucket is dealt into ng groups, row by row, a row having one layer of
-each page size. Recurrent states and rings need few blocks, so they may be spread over as many groups as it takes.
+Layers that may share a block table form a bucket. A bucket is dealt into ng groups, row by row, a row having one
+layer of each page size. Recurrent states and rings need few blocks, so they may be spread over as many groups as it
+takes.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,51 @@
 """Which layers a pipeline stage has, where the number of groups depends on it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvhold_server.domain.errors import InvalidRequest, PreconditionFailed
 from kvhold_server.domain.ids import LayerName
 from kvhold_server.domain.layer_spec import cdiv
-from kvhold_server.planner.errors import LayerIndexUnclear, PartitionInvalid, StageWithoutMla
 from kvhold_server.planner.request import PlannerConfig
 
 
+@dataclass(eq=False)
+class StageWithoutMla(InvalidRequest):
+    """A pipeline stage has recurrent layers but no MLA layer whose bytes they could share."""
+
+    template = (
+        "pipeline stage {stage} has {num_state_layers} recurrent layers and no MLA layer: change pp_layer_partition so "
+        "that each stage has one"
+    )
+    stage: int
+    num_state_layers: int
+
+
+@dataclass(eq=False)
+class LayerIndexUnclear(PreconditionFailed):
+    """With pipeline stages, a layer's number must be readable from its name."""
+
+    template = "layer {layer_name}: the name must have exactly one number between dots to tell its pipeline stage"
+    layer_name: str
+
+
+@dataclass(eq=False)
+class PartitionInvalid(InvalidRequest):
+    """pp_layer_partition does not match the stages and layers."""
+
+    template = (
+        "pp_layer_partition {partition} must have {num_stages} entries with the sum {total_hidden_layers} "
+        "(total_hidden_layers)"
+    )
+    partition: tuple[int, ...]
+    num_stages: int
+    total_hidden_layers: int
+
+
 def stage_lengths(config: PlannerConfig) -> list[int]:
-    """Hidden layers per stage: those given, or evenly with what remains on the stages before the last. Raises PartitionInvalid."""
+    """Hidden layers per stage: those given, or evenly with what remains on the stages before the last. Raises
+    PartitionInvalid.
+    """
     stages, total = config.pipeline_parallel_size, config.total_hidden_layers
     given = config.pp_layer_partition
     if given:

@@ -10,8 +10,8 @@ Strides follow from the layout: from the innermost axis outwards, each stride is
     BLHNC, BLNHC   p              bytes per block
     BHLNC          r              bytes per block     a page is not contiguous
 
-Every group begins again at byte 0: a block id belongs to one group at a time, and its bytes are what that group makes of
-them. Block-outermost layouts give a block all its bytes in one piece, of which a narrow group leaves the end unused.
+Every group begins again at byte 0: a block id belongs to one group at a time, and its bytes are what that group makes
+of them. Block-outermost layouts give a block all its bytes in one piece, of which a narrow group leaves the end unused.
 """
 
 import math

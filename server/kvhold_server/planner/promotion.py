@@ -45,7 +45,9 @@ def hybrid_disabled_warning() -> PlanWarning:
 
 
 def full_allocation(specs: SpecMap) -> Grouping | None:
-    """One group of everything as full attention, for pages that no other grouping unifies; None where it is not possible."""
+    """One group of everything as full attention, for pages that no other grouping unifies; None where it is not
+    possible.
+    """
     families = [spec.family for spec in specs.values()]
     if any(family & (Family.HIDDEN | Family.SLIDING_MLA | Family.CHUNKED) for family in families):
         return None

@@ -10,7 +10,8 @@ from kvhold_server.domain.layouts import Layout
 from kvhold_server.domain.plan import Strategy
 
 SpecMap = Mapping[LayerName, LayerSpec]
-"""Layer name → spec. The order of insertion is the order of registration and decides the order of groups and tensors."""
+"""Layer name → spec. The order of insertion is the order of registration and decides that of groups, tensors.
+"""
 
 EAGLE_METHODS = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
 

@@ -90,6 +90,6 @@ def _padding_warning(padding: int, count: int) -> PlanWarning:
     percent = f"{100 * padding / count:.2f}"
     return PlanWarning(
         type=WarningType.PADDING_LAYERS,
-        message=f"{padding} dummy layers fill up the groups of {count} layers: at most {percent}% of their memory is wasted",
+        message=f"{padding} dummy layers fill up the groups of {count} layers: at most {percent}% of theirs is wasted",
         args=(("num_padding_layers", str(padding)), ("wasted_percent", percent)),
     )

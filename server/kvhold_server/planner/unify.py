@@ -12,7 +12,9 @@ from kvhold_server.planner.request import SpecMap
 
 
 def unify_pages(specs: SpecMap) -> SpecMap | PageNotUnifiable:
-    """All layers with the largest page, or the reason why not. Raises PageDoesNotScale if a block cannot be multiplied."""
+    """All layers with the largest page, or the reason why not. Raises PageDoesNotScale if a block cannot be
+    multiplied.
+    """
     largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
     unified: dict[int, LayerSpec] = {}  # by object
     answer: dict[LayerName, LayerSpec] = {}

@@ -36,3 +36,23 @@ KINDS: tuple[type[LayerSpec], ...] = (
     HisparseHotSpec,
     HisparseResidentSpec,
 )
+
+__all__ = [
+    "KINDS",
+    "FullSpec",
+    "MlaSpec",
+    "HiddenStateSpec",
+    "RswaSpec",
+    "SinkFullSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMlaSpec",
+    "DraftSlidingWindowSpec",
+    "KpoolTailSpec",
+    "CircularBufferSpec",
+    "ChunkedLocalSpec",
+    "MambaSpec",
+    "CrossAttentionSpec",
+    "EncoderOnlySpec",
+    "HisparseHotSpec",
+    "HisparseResidentSpec",
+]

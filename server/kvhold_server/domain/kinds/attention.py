@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvhold_server.domain.dtypes import Dtype
 from kvhold_server.domain.kinds.errors import PaddedPageTooSmall
@@ -55,6 +55,11 @@ class AttentionSpec(LayerSpec):
     def padded_page_size_bytes(self) -> int | None:
         """The padding asked for."""
         return self.page_size_padded_bytes
+
+    @property
+    def state_tokens(self) -> int | Fraction:
+        """As given."""
+        return self.tokens_per_state
 
     @property
     def storage_format(self) -> tuple[str, str] | None:
@@ -133,7 +138,12 @@ def outside_family(specs: Iterable[LayerSpec], family: Family, excluded: Family 
     return None
 
 
-def geometry_of(spec: AttentionSpec, target: type[SpecT], **others: object) -> SpecT:
-    """A spec of kind `target` with all attention fields of `spec`, and `others`."""
-    values: dict[str, object] = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
+def geometry_of(spec: LayerSpec, target: type[SpecT], **others: object) -> SpecT:
+    """A spec of kind `target` with all attention fields of `spec`, an attention layer, and `others`."""
+    values: dict[str, Any] = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
     return target(**(values | others))
+
+
+def any_set(specs: Iterable[LayerSpec], field: str) -> bool:
+    """Does some spec, all of which have that field, have it set?"""
+    return any(getattr(spec, field) for spec in specs)

@@ -23,7 +23,8 @@ class WindowNotContextParallel(PreconditionFailed):
     """Sliding windows are not split over decode-context-parallel ranks."""
 
     template = (
-        "layer {layer_name}: a {kind} layer cannot be spread over decode_context_parallel_size {context_parallel_size}: "
+        "layer {layer_name}: a {kind} layer cannot be spread over decode_context_parallel_size "
+        "{context_parallel_size}: "
         "set that to 1, dcp_sharded to false, or disable_hybrid_kv_cache"
     )
     layer_name: str

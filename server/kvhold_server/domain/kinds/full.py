@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvhold_server.domain.kinds.attention import GEOMETRY_FIELDS, AttentionSpec, different_field, outside_family
+from kvhold_server.domain.kinds.attention import (
+    GEOMETRY_FIELDS,
+    AttentionSpec,
+    any_set,
+    different_field,
+    outside_family,
+)
 from kvhold_server.domain.layer_spec import Family, LayerSpec, Mismatch
 
 
@@ -19,6 +25,11 @@ class FullSpec(AttentionSpec):
     sliding_window_tokens: int | None = None
     attention_chunk_size_tokens: int | None = None
     non_causal: bool = False
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Of a local layer that is allocated in full."""
+        return self.sliding_window_tokens
 
     def uniform_with(self, other: LayerSpec) -> bool:
         """Any full layer, whatever its heads or window."""
@@ -53,11 +64,11 @@ def merge_full(first: FullSpec, others: Sequence[LayerSpec]) -> FullSpec | Misma
         first,
         sliding_window_tokens=window,
         attention_chunk_size_tokens=chunk,
-        non_causal=any(getattr(spec, "non_causal") for spec in specs),
+        non_causal=any_set(specs, "non_causal"),
     )
 
 
-def single_value(specs: Sequence[LayerSpec], field: str) -> int | None | Mismatch:
+def single_value(specs: Sequence[LayerSpec], field: str) -> int | Mismatch | None:
     """The one value that is set, None if none is, or the conflict."""
     values = list(dict.fromkeys(value for spec in specs if (value := getattr(spec, field)) is not None))
     if len(values) > 1:

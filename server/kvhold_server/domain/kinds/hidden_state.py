@@ -15,6 +15,6 @@ class HiddenStateSpec(MlaSpec):
     family: ClassVar[Family] = Family.ATTENTION | Family.FULL | Family.MLA | Family.HIDDEN
 
     @property
-    def token_size_bytes(self) -> int:
+    def hidden_token_bytes(self) -> int:
         """Bytes of one token's hidden state: values, slots and overrides do not count here."""
         return self.num_kv_heads * self.head_size_elems * self.dtype.size_bytes

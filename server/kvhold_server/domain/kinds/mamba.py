@@ -61,6 +61,11 @@ class MambaSpec(LayerSpec):
         return self.page_size_padded_bytes
 
     @property
+    def own_state_mode(self) -> StateCacheMode | None:
+        """As given."""
+        return self.state_cache_mode
+
+    @property
     def needs_zeroing(self) -> bool:
         """A new state must start from zero."""
         return True

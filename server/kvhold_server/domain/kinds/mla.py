@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvhold_server.domain.kinds.attention import GEOMETRY_FIELDS, different_field, outside_family
+from kvhold_server.domain.kinds.attention import GEOMETRY_FIELDS, any_set, different_field, outside_family
 from kvhold_server.domain.kinds.full import FullSpec, distinct
 from kvhold_server.domain.layer_spec import Family, LayerSpec, Mismatch, round_up
 
@@ -59,6 +59,30 @@ class MlaSpec(FullSpec):
         """Computed from today's block, so that a scaled copy is aligned anew."""
         return aligned_page_size_bytes(self.unpadded_page_size_bytes, self.alignment_bytes, self.page_size_padded_bytes)
 
+    @property
+    def decodes_without_order(self) -> bool:
+        """As given."""
+        return self.non_causal_multi_token_decode
+
+    @property
+    def selects_rows(self) -> bool:
+        """The indexer's part."""
+        return self.cache_role is CacheRole.INDEXER
+
+    @property
+    def leads_selection(self) -> bool:
+        """As given."""
+        return self.is_index_group_leader
+
+    @property
+    def model_generation(self) -> str | None:
+        """As given."""
+        return self.model_version
+
+    def padded_to(self, page_size_bytes: int) -> LayerSpec | None:
+        """Padding that was chosen for a whole grid replaces that of the alignment."""
+        return dataclasses.replace(self, page_size_padded_bytes=page_size_bytes, alignment_bytes=None)
+
     def merge(self, others: Sequence[LayerSpec]) -> LayerSpec | Mismatch:
         """Equal rows of equal meaning. A value size other than 0 never merges, not even with itself."""
         specs = distinct([self, *others])
@@ -74,5 +98,5 @@ class MlaSpec(FullSpec):
             sliding_window_tokens=None,
             attention_chunk_size_tokens=None,
             non_causal=False,
-            non_causal_multi_token_decode=any(getattr(spec, "non_causal_multi_token_decode") for spec in specs),
+            non_causal_multi_token_decode=any_set(specs, "non_causal_multi_token_decode"),
         )

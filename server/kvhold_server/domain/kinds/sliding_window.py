@@ -26,6 +26,11 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window_tokens: int
     extra_retained_tokens: int = 0
 
+    @property
+    def window_tokens(self) -> int | None:
+        """As given."""
+        return self.sliding_window_tokens
+
     def max_request_blocks(self, limits: Limits) -> int:
         """The recycling-aware bound, used for planning and for admission alike."""
         kept = self.sliding_window_tokens - 1 + self.extra_retained_tokens + limits.max_in_flight_tokens

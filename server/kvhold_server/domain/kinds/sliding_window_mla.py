@@ -59,6 +59,10 @@ class SlidingWindowMlaSpec(SlidingWindowSpec):
             and same(self, other, "bounded_replay")
         )
 
+    def padded_to(self, page_size_bytes: int) -> LayerSpec | None:
+        """Padding that was chosen for a whole grid replaces that of the alignment."""
+        return dataclasses.replace(self, page_size_padded_bytes=page_size_bytes, alignment_bytes=None)
+
     def merge(self, others: Sequence[LayerSpec]) -> LayerSpec | Mismatch:
         """Equal rows and equal geometry: unequal pages in one tensor would overlap."""
         specs = distinct([self, *others])
