@@ -18,7 +18,7 @@ from kvhold_server.domain.kinds.encoder_only import EncoderOnlySpec
 from kvhold_server.domain.kinds.mla import MlaSpec
 from kvhold_server.domain.kinds.sliding_window import same
 from kvhold_server.domain.kinds.uniform_type import UniformTypeSpec, uniform_type_of
-from kvhold_server.domain.layer_spec import LayerSpec, Limits, cdiv, count_specs
+from kvhold_server.domain.layer_spec import Family, LayerSpec, Limits, cdiv, count_specs
 from kvhold_server.domain.plan import Group, Plan, PlanWarning, RankPlan, TensorPlacement
 from kvhold_server.planner.errors import RankWithoutLayers
 from kvhold_server.planner.groups import Grouping, LayerGroup
