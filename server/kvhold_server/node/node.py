@@ -43,11 +43,11 @@ from kvhold_server.node.opening import (
 )
 from kvhold_server.node.pool_config_builder import build_pool_config
 from kvhold_server.node.reaping import Reaper
-from kvhold_server.node.session_use import SessionUse
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.node.steps import apply_step
 from kvhold_server.node.telemetry import Telemetry
 from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.values import SessionUse
 from kvhold_server.sessions.errors import BootIdMismatch
 from kvhold_server.sessions.lease import LeaseTerms
 from kvhold_server.sessions.session import Credentials, EndCause, OpenRequest, Session, StreamId
@@ -315,7 +315,7 @@ class Node:
         live = self.pools.get(session.pool)
         if live is None or session.session_id not in live.members:
             return SessionUse()
-        return SessionUse()
+        return live.pool.use_of(session.slot)
 
     # ------------------------------------------------------------------ blocks
     def step(self, session: Session, command: StepCommand) -> StepAnswer:

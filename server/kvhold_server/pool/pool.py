@@ -42,6 +42,7 @@ from kvhold_server.pool.values import (
     Extended,
     Hit,
     PrefixStatistics,
+    SessionUse,
     State,
     Status,
     StepInput,
@@ -618,6 +619,21 @@ class Pool:
     def available(self, session: int) -> int:
         """Free blocks that this session may take now (fences of others excluded). O(1)."""
         return self.store.available(session)
+
+    def use_of(self, session: int) -> SessionUse:
+        """What a session has, alive or dead. O(its blocks)."""
+        owner = self.tenures.sessions.get(session)
+        if owner is None:
+            raise UnknownPoolSession(session)
+        held = {block for sequence in owner.sequences.values() for table in sequence.tables for block in table if block}
+        held.update(block for open_step in owner.open_steps for block in open_step.copy_ends)
+        is_alive = owner.state is SessionState.ALIVE
+        only_its = 0 if is_alive else sum(self.store.refs[b] == self.store.dead_refs.get(b, 0) for b in held)
+        return SessionUse(
+            num_sequences=len(owner.sequences),
+            num_held_blocks=len(held) if is_alive else 0,
+            num_quarantined_blocks=only_its,
+        )
 
     def tables(self, session: int, sequence_id: int) -> list[list[int]]:
         """A copy of a sequence's tables, per group. UnknownSequence."""

@@ -175,6 +175,15 @@ Event: TypeAlias = "Stored | Removed | Cleared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionUse:
+    """What one session has; each block counts once."""
+
+    num_sequences: int = 0
+    num_held_blocks: int = 0  # in tables, or ends of copies
+    num_quarantined_blocks: int = 0  # of a dead session: blocks that only the dead hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """Blocks whose bytes are now proven: what a recovery record may say. Parallel lists."""
 
