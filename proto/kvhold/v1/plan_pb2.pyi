@@ -287,7 +287,7 @@ class PlanRequest(_message.Message):
 
     @_builtins.property
     def layer_specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpec]:
-        """The different layer specs of the model, at most 65536. Layers refer to them by position."""
+        """The different layer specs of the model, at most 4096. Layers refer to them by position."""
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rank]:

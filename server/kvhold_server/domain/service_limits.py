@@ -31,7 +31,7 @@ class ServiceLimits:
     max_held_sequences: int = 65_536  # re-asserted in one OpenSession
     max_layers: int = 1_000_000  # over all ranks of one plan request
     max_ranks: int = 1024
-    max_layer_specs: int = 65_536
+    max_layer_specs: int = 4096  # different ones; grouping compares them with each other
 
 
 # What a bound is on, as GetCapabilities names it: message and field of the wire, or the thing that is counted.
