@@ -1,6 +1,7 @@
 """Replays the recorded files that are no manager traces: free list, block store, lookups over holes, metrics, hit rates."""
 
 import json
+import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from kvhold_server.pool.kinds.full import publish_partial
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import Origin
-from kvhold_server.pool.values import Cleared, Event, Removed, Stored
+from kvhold_server.pool.values import Admitted, Cleared, Event, Removed, Stored
 
 from tests.conformance.blocks_core import Row, compare, config_of, group_of, label_hash
 from tests.conformance.report import Outcome
@@ -324,6 +325,65 @@ class LookupReplay:
         return compare("lookup", answer, case)
 
 
+def full_pool(num_blocks: int, block: int) -> tuple[Pool, int]:
+    """A pool of one full group, and a session."""
+    pool = Pool(
+        PoolConfig(
+            groups=(GroupConfig(kind=GroupKind.FULL, block_size_tokens=block),),
+            num_blocks=num_blocks,
+            hash_unit_tokens=block,
+            scheduler_block_tokens=block,
+            max_model_len=1 << 30,
+            report_events=False,
+        )
+    )
+    session = pool.open_session()
+    pool.begin_step(session, 1)
+    return pool, session
+
+
+def admit_next(pool: Pool, session: int, live: deque[int], conc: int, i: int, request: Row) -> Admitted:
+    """Admits request `i` of a trace; at most `conc` hold blocks, the oldest make room."""
+    if len(live) == conc:
+        pool.free(session, live.popleft())
+    length = request["input_length"]
+    hashes = [h.to_bytes(8, "big") for h in request["hash_ids"][: length // pool.config.hash_unit_tokens]]
+    pool.complete(session, pool.tenures.sessions[session].step)
+    answer = pool.admit(session, i + 1, num_tokens=length, token_budget=NO_LIMIT, hashes=hashes)
+    while answer.status:
+        pool.free(session, live.popleft())
+        answer = pool.admit(session, i + 1, num_tokens=length, token_budget=NO_LIMIT)
+    live.append(i + 1)
+    return answer
+
+
+class MooncakeTraceReplay:
+    """The first rows of the same trace, block by block: [row, length, hit, hit blocks, new blocks, free after]."""
+
+    def __init__(self, header: Row, traces: Path) -> None:
+        self.conc = header["conc"]
+        self.pool, self.session = full_pool(header["num_blocks"], header.get("block", 512))
+        self.live: deque[int] = deque()
+        with (traces / "conversation_trace.jsonl").open() as lines:
+            self.trace = [json.loads(line) for line in lines]
+
+    def apply(self, row: Any) -> list[str]:
+        i, _length, hit, hit_blocks, new_blocks, num_free = row
+        answer = admit_next(self.pool, self.session, self.live, self.conc, i, self.trace[i])
+        count = answer.hit_counts[0]
+        return (
+            compare("hit", answer.hit_tokens, hit)
+            + compare("hit blocks", answer.tables[0][:count], ids_of(hit_blocks))
+            + compare("new blocks", answer.new_blocks[0], ids_of(new_blocks))
+            + compare("free", self.pool.counts().available, num_free)
+        )
+
+
+def ids_of(runs: list[list[int]]) -> list[int]:
+    """[start, count, step] runs as ids."""
+    return [start + k * step for start, count, step in runs for k in range(count)]
+
+
 class MooncakeReplay:
     """Hit totals of a public trace; the rule is in the file's header."""
 
@@ -333,19 +393,7 @@ class MooncakeReplay:
             self.trace = [json.loads(line) for line in lines]
 
     def apply(self, row: Row) -> list[str]:
-        group = GroupConfig(kind=GroupKind.FULL, block_size_tokens=self.block)
-        pool = Pool(
-            PoolConfig(
-                groups=(group,),
-                num_blocks=row["num_blocks"],
-                hash_unit_tokens=self.block,
-                scheduler_block_tokens=self.block,
-                max_model_len=1 << 30,
-                report_events=False,
-            )
-        )
-        session = pool.open_session()
-        pool.begin_step(session, 1)
+        pool, session = full_pool(row["num_blocks"], self.block)
         live: deque[int] = deque()
         ours = {"skipped": 0, "query_tokens": 0, "hit_tokens": 0, "hit_blocks": 0, "full_blocks": 0, "crc": 0}
         for i, request in enumerate(self.trace):
@@ -353,23 +401,14 @@ class MooncakeReplay:
             if -(-length // self.block) > row["num_blocks"] - 1:
                 ours["skipped"] += 1
                 continue
-            if len(live) == row["conc"]:
-                pool.free(session, live.popleft())
-            hashes = [h.to_bytes(8, "big") for h in request["hash_ids"][: length // self.block]]
-            pool.complete(session, pool.tenures.sessions[session].step)
-            answer = pool.admit(session, i + 1, num_tokens=length, token_budget=NO_LIMIT, hashes=hashes)
-            while answer.status:  # the oldest make room
-                pool.free(session, live.popleft())
-                answer = pool.admit(session, i + 1, num_tokens=length, token_budget=NO_LIMIT)
-            live.append(i + 1)
+            answer = admit_next(pool, session, live, row["conc"], i, request)
             ours["query_tokens"] += length
             ours["hit_tokens"] += answer.hit_tokens
             ours["hit_blocks"] += answer.hit_tokens // self.block
             ours["full_blocks"] += length // self.block
-            first = answer.new_blocks[0][0] if answer.new_blocks[0] else -1
-            ours["crc"] = zlib.crc32(f"{i},{answer.hit_tokens},{first};".encode(), ours["crc"])
+            ours["crc"] = zlib.crc32(struct.pack("<3I", i, answer.hit_tokens, answer.new_blocks[0][0]), ours["crc"])
         ours["free_end"] = pool.counts().available
-        return [d for name in ours if name != "crc" for d in compare(name, ours[name], row[name])]
+        return [d for name in ours for d in compare(name, ours[name], row[name])]
 
 
 REPLAYS: dict[str, Callable[[Row], Any]] = {
@@ -388,9 +427,13 @@ def replay_of(header: Row, traces: Path) -> Any:
         return LookupReplay(header)
     if name == "mooncake_hitrate":
         return MooncakeReplay(header, traces)
+    if name == "mooncake_trace":
+        return MooncakeTraceReplay(header, traces)
     return REPLAYS[name](header) if name in REPLAYS else None
 
 
 def replay_lowlevel(replay: Any, name: str, rows: Iterator[Row]) -> Iterator[Outcome]:
     for i, row in enumerate(rows):
-        yield Outcome(name=f"{name}:{i} {row['op']}", differences=tuple(replay.apply(row)))
+        yield Outcome(
+            name=f"{name}:{i} {row['op'] if isinstance(row, dict) else ''}", differences=tuple(replay.apply(row))
+        )
