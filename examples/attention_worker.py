@@ -1,6 +1,6 @@
 """Three processes, one cache: a writer, a reader that attends over the writer's blocks, and a successor.
 
-    main        starts a daemon, opens a pool for a model of full, sliding-window, latent and recurrent layers, and computes
+    main        starts a daemon, opens a pool for a model of full, window, latent and recurrent layers, and computes
                 everything once by itself in contiguous memory: the reference
     writer      admits a prompt, computes it into its blocks through the mapped views, publishes, decodes; then SIGKILL
     reader      while the writer lives: maps read-only, follows the writer's block tables, computes the next token

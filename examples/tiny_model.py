@@ -5,9 +5,9 @@
     layers.2, layers.6   latent      one compressed row per token, from which keys and values follow (MLA)
     layers.3, layers.7   state       a convolution's last inputs and a recurrent state (Mamba)
 
-The model computes one token at a time, always in the same shapes, so that equal caches give equal bits. It knows its cache
-by four methods only: `ContiguousCache` is a plain tensor per layer, `PagedCache` is a daemon's memory seen through block
-tables. A row goes to the cache and comes back from it before it is used, also within one token.
+The model computes one token at a time, always in the same shapes, so that equal caches give equal bits. It knows its
+cache by four methods only: `ContiguousCache` is a plain tensor per layer, `PagedCache` is a daemon's memory seen
+through block tables. A row goes to the cache and comes back from it before it is used, also within one token.
 """
 
 from collections.abc import Mapping
