@@ -6,15 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from kvhold_server.app import serve
-from kvhold_server.config import ConfigError, load_config
+from kvhold_server.config import ConfigError, load_config, load_with_origins
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.logs import set_up_logging
 
-USAGE = "usage: python -m kvhold_server serve [--help] [flags]"
+USAGE = "usage: python -m kvhold_server serve [--help] [flags] | config show [--origin] [flags]"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the daemon. `argv` without the program's name."""
+    if list(argv[:2]) == ["config", "show"]:
+        return show_config([flag for flag in argv[2:] if flag != "--origin"], with_origin="--origin" in argv)
     if not argv or argv[0] != "serve":
         print(USAGE, file=sys.stderr)
         return 2
@@ -29,6 +31,17 @@ def main(argv: Sequence[str]) -> int:
     except KvholdError as error:
         print(f"kvhold serve: {error.reason()}: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def show_config(flags: Sequence[str], *, with_origin: bool) -> int:
+    """Prints what a daemon started with these flags here would use."""
+    try:
+        loaded = load_with_origins(flags, os.environ)
+    except ConfigError as error:
+        print(f"kvhold config: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(loaded.lines(with_origin=with_origin)))
     return 0
 
 

@@ -12,6 +12,7 @@ Bounds on callers are `[limits]` in the file, KVHOLD_LIMITS_MAX_POOLS, --limits-
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,8 +86,31 @@ class ServerConfig:
         return Path(self.socket).parent if self.socket else Path("/tmp") / f"kvhold-{os.getuid()}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A configuration, and where each of its values is from: "default", a file's path, "environment X", "--flag"."""
+
+    config: ServerConfig
+    origins: Mapping[str, str]  # flat name → origin, for every setting
+
+    def lines(self, *, with_origin: bool) -> list[str]:
+        """One `name = value` a line, as TOML has it; limits last."""
+        values = {**dataclasses.asdict(self.config), **_prefixed(dataclasses.asdict(self.config.limits))}
+        shown = [(name, _toml(values[name])) for name in self.origins]
+        width = max(len(f"{name} = {value}") for name, value in shown) if with_origin else 0
+        return [
+            f"{f'{name} = {value}':<{width}}  # {self.origins[name]}" if with_origin else f"{name} = {value}"
+            for name, value in shown
+        ]
+
+
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
     """Merges all sources. Raises ConfigError, or SystemExit for --help and unknown flags."""
+    return load_with_origins(argv, environ).config
+
+
+def load_with_origins(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedConfig:
+    """As `load_config`, with the origin of every value."""
     flags = vars(_parser().parse_args(argv))
     file = flags.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
     merged: dict[str, tuple[object, str]] = {}
@@ -95,7 +119,19 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
     merged |= {key: (value, f"--{key.replace('_', '-')}") for key, value in flags.items() if value is not None}
     values = {key: _convert(key, value, origin) for key, (value, origin) in merged.items()}
     limits = {key.removeprefix("limits_"): values.pop(key) for key in list(values) if key.startswith("limits_")}
-    return ServerConfig(**values, limits=ServiceLimits(**limits))
+    origins = dict.fromkeys(_settings(), "default") | {key: origin for key, (_, origin) in merged.items()}
+    return LoadedConfig(config=ServerConfig(**values, limits=ServiceLimits(**limits)), origins=origins)
+
+
+def _prefixed(limits: dict[str, Any]) -> dict[str, Any]:
+    return {f"limits_{name}": value for name, value in limits.items()}
+
+
+def _toml(value: object) -> str:
+    """A value as the file would have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value)
 
 
 def _settings() -> dict[str, dataclasses.Field[Any]]:

@@ -1,4 +1,6 @@
-"""What the deployment tests share. A tool that is not installed skips its tests by name; `make deploy-test` installs all."""
+"""What the deployment tests share. A tool that is not installed skips its tests by name; `make deploy-test` installs
+all.
+"""
 
 import asyncio
 import shutil

@@ -2,8 +2,8 @@
 
     python -m tests.deploy.load --target unix:/run/kvhold/kvhold.sock --seconds 30
 
-Each client opens (or attaches to) a pool, admits prompts that share prefixes, decodes, finishes, sometimes preempts. One of
-them may vanish without a word (`kill_after_steps`): its session must pass through grace and quarantine.
+Each client opens (or attaches to) a pool, admits prompts that share prefixes, decodes, finishes, sometimes preempts.
+One of them may vanish without a word (`kill_after_steps`): its session must pass through grace and quarantine.
 """
 
 import argparse
