@@ -1,4 +1,4 @@
-"""Replays the recorded files that are no manager traces: free list, block store, lookups over holes, metrics, hit rates."""
+"""Replays the recorded files that are no manager traces: free list, block store, lookups, metrics, hit rates."""
 
 import json
 import struct

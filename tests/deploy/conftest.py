@@ -1,6 +1,4 @@
-"""What the deployment tests share. A tool that is not installed skips its tests by name; `make deploy-test` installs
-all.
-"""
+"""What the deployment tests share. A missing tool skips its tests by name; `make deploy-test` installs all of them."""
 
 import asyncio
 import shutil

@@ -71,7 +71,7 @@ class ViewCollector(Collector):
                     f'Blocks that a tenant\'s sessions hold: the {MAX_TENANT_SERIES} largest; the rest are "other".',
                     ("pool", "tenant"), tenant_blocks(view).items())  # fmt: skip
         yield counter("prefix_miss_evicted_age_tokens",
-                      "Misses by eviction, by how many pools' worth of evictions ago: a pool larger by that much had them.",
+                      "Misses by eviction, by how many pools' worth of evictions ago: a pool larger by that has them.",
                       ("pool", "within"),
                       (((p.name, word), tokens) for p in view.pools
                        for word, tokens in zip(AGE_WORDS, p.evicted_miss_tokens_by_age, strict=True)))  # fmt: skip

@@ -5,8 +5,8 @@
                      window or     or other      seen       alignment,
                      state is gone session's                last token
 
-A hash names a whole prefix, so "was seen" holds for all shorter prefixes, too: its end is found by bisection, not by asking
-for every block.
+A hash names a whole prefix, so "was seen" holds for all shorter prefixes, too: its end is found by bisection, not by
+asking for every block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attribution:
         self._reference = next((c.policy for c in groups.classes), None)  # a full group, if there is one
 
     def record(self, owner: PoolSession, item: AdmitItem, sequence: Sequence, hit: HitResult) -> int:
-        """Counts one successful admission, before anything is held; returns the hit tokens that were the session's own."""
+        """Counts one successful admission, before anything is held; returns the hit tokens that were its session's."""
         statistics = (self.total, owner.statistics)
         own = self._own_tokens(owner.serial, hit) if hit.tokens else 0
         if not self.groups.config.enable_caching:

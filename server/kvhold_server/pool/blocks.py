@@ -1,12 +1,12 @@
 """The block store: references, free list, prefix index. Every change of a block goes through here.
 
-    allocate         hold(hit)             publish               let go (last reference)          take again
-    free ──▶ held    cached ──▶ held       held ──▶ held+hash    hash: back of the list (cached)  cached ──▶ held, hash gone
-                                                                 none: front of the list (free)
+    allocate       hold(hit)         publish             let go (last reference)          take again
+    free ──▶ held  cached ──▶ held   held ──▶ held+hash  hash: back of the list (cached)  cached ──▶ held, hash gone
+                                                         none: front of the list (free)
 
-A block is an index into flat lists; there is no object per block. A hash lives once, as the bytes object that the client
-sent, shared by the index, `key_of` and the sequence. Per group, `index` maps a hash to the *first published* block that
-still has it; `copies` lists all of them, in order, only where there are several.
+A block is an index into flat lists; there is no object per block. A hash lives once, as the bytes object that the
+client sent, shared by the index, `key_of` and the sequence. Per group, `index` maps a hash to the *first published*
+block that still has it; `copies` lists all of them, in order, only where there are several.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class BlockStore:
     def unpin(self, blocks: list[int], watcher: Callable[[int], None]) -> None:
         """One reference less; those without any go to the back of the list, with hash or without (§2 F7).
 
-        For a reader that wants the bytes as long as possible: the watcher is told when such a block is handed out again, or
-        when the cache is reset.
+        For a reader that wants the bytes as long as possible: the watcher is told when such a block is handed out
+        again, or when the cache is reset.
         """
         last = []
         for block in blocks:
@@ -251,7 +251,7 @@ class BlockStore:
                 watcher(block)
 
     def quarantine(self, blocks: list[int]) -> None:
-        """Their references belong to a dead session from now on; they count as quarantined if nobody else holds them."""
+        """Their references belong to a dead session from now on; they count as quarantined if no one else holds them."""
         refs, dead_refs = self.refs, self.dead_refs
         for block in blocks:
             if block:

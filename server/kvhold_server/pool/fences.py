@@ -1,7 +1,7 @@
 """Fences: who may take a freed block before the step that last used it is complete.
 
-A session that lets a block go may still have kernels in flight that read or write it. Its own later steps run behind them
-on the same device, so it may take the block again at once; another session must wait until the step is complete.
+A session that lets a block go may still have kernels in flight that read or write it. Its own later steps run behind
+them on the same device, so it may take the block again at once; another session must wait until the step is complete.
 
     step 7 of A frees b      fence_of[b] = (A, 7), open       others walk past b in the free list
     B hits b, frees it too   fence_of[b] = {(A, 7), (B, 3)}   only when both are complete anybody may take it
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 
 def own_fence_owner(session: int) -> int:
-    """Owner of a fence that its own session must respect, too: nobody's serial, and a different one for each session."""
+    """Owner of a fence that its own session must respect, too: nobody's serial, and a different one for each."""
     return -1 - session
 
 

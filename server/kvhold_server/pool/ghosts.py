@@ -1,7 +1,7 @@
 """Hashes that were evicted lately: tells a miss by eviction from a prefix that was never seen. Bounded.
 
-Two generations: when the young one is full it becomes the old one, and the old one is dropped. So between one and two times
-`capacity` of the latest evictions are remembered, at the price of one dict store each.
+Two generations: when the young one is full it becomes the old one, and the old one is dropped. So between one and two
+times `capacity` of the latest evictions are remembered, at the price of one dict store each.
 """
 
 

@@ -1,8 +1,8 @@
-"""All groups of a pool together: what a hit is when several kinds must agree, what an allocation needs, what is published.
+"""All groups of a pool together: what a hit is when several kinds must agree, what allocations need, what is published.
 
-A hit must be backed by every cacheable group. Groups of equal spec form a class and are looked up jointly. Full classes come
-first because what they back is closed downwards: they are looked up once, and only cut afterwards. The others may answer
-"less", which may make another class answer less still, so the length is lowered until nobody objects:
+A hit must be backed by every cacheable group. Groups of equal spec form a class and are looked up jointly. Full classes
+come first because what they back is closed downwards: they are looked up once, and only cut afterwards. The others may
+answer "less", which may make another class answer less still, so the length is lowered until nobody objects:
 
     full    ├──────────────── 32 ────┤
     window  ├───────── 28 ──┤ (its blocks before 32 are gone)      → 28, and 32 is the junction that is worth keeping

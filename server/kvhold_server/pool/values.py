@@ -1,8 +1,8 @@
 """Values that go in and out of the pool: columns of a step, results, events, counts.
 
 A step's items are columns (parallel lists), not objects: at hundreds of items per step an object each would cost more
-than the work on it. An *optional* column may be empty, which means its default for every item. Lists inside one column set
-have equal length otherwise. Hashes of all items are one flat list, cut by `hash_counts`.
+than the work on it. An *optional* column may be empty, which means its default for every item. Lists inside one column
+set have equal length otherwise. Hashes of all items are one flat list, cut by `hash_counts`.
 
     sequence_ids   [ 7,  9]
     hash_counts    [ 2,  1]

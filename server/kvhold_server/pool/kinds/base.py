@@ -90,7 +90,7 @@ class GroupPolicy:
 
     # ---------------------------------------------------------------- lookup
     def find(self, prefix: Prefix, groups: Seq[int], limit: int, drop: bool, align: int) -> Found:
-        """Longest backed prefix of at most `limit` tokens, a multiple of `align`, for all these groups of equal spec."""
+        """Longest backed prefix of at most `limit` tokens, a multiple of `align`, for all these groups of one spec."""
         raise NotImplementedError
 
     # ------------------------------------------------------------- admission

@@ -2,8 +2,8 @@
 
     C = 8, block 4, 15 tokens known     [ 0 0 ][ 3 . ]     nothing before the chunk is needed; block 3 must be there
 
-What lies before the chunk is not needed, and not looked at. So in a pool without any group that looks at the whole prefix, a
-hit is only taken where the block that ends at it is cached: its hash proves that this prefix was seen.
+What lies before the chunk is not needed, and not looked at. So in a pool without any group that looks at the whole
+prefix, a hit is only taken where the block that ends at it is cached: its hash proves that this prefix was seen.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 hit: walk from the start until a block is missing; then, where hits may end inside a block, the longest known part of it
 
             hash unit 4, block 16        [####][####][##..]      two blocks and the entry at 40 tokens
-                                          1..16 17..32 33..40     → hit 40; the third block is shared until it is written
+                                          1..16 17..32 33..40     → hit 40; the third block is shared until written
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """State layers (mamba and relatives): what matters is the state at one boundary, not the tokens before it.
 
-Modes "none" and "all" use an ordinary table of which only the last block(s) stay while the sequence runs. In mode "align"
-entry `i` is the state after (i + 1) * block tokens, the running state lives in the last 1 + s entries (s for drafts), and
-everything between is null:
+Modes "none" and "all" use an ordinary table of which only the last block(s) stay while the sequence runs. In mode
+"align" entry `i` is the state after (i + 1) * block tokens, the running state lives in the last 1 + s entries (s for
+drafts), and everything between is null:
 
     prefill of 80 tokens, block 16, s = 0, one chunk     [0 0 0 0 a]
     the next chunk, up to 112                            [0 0 0 0 a 0 b]     a is read, b is written; then a is let go
 
-A prompt that ends inside a block leaves a state at its last hash unit. That block goes on being written, so the state is
-copied away before it is, and its hash moves to the copy:
+A prompt that ends inside a block leaves a state at its last hash unit. That block goes on being written, so the state
+is copied away before it is, and its hash moves to the copy:
 
     prompt 41, unit 4: state after 40 in block 5, hash(40) → 5;  next step: copy 5 → 6, hash(40) → 6
 """

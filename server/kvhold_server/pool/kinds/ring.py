@@ -1,4 +1,4 @@
-"""Rings and k-pool tails: one scratch block per sequence, from its first allocation to its end. Never shared or cached."""
+"""Rings and k-pool tails: one scratch block per sequence, from first allocation to end. Never shared or cached."""
 
 from __future__ import annotations
 
