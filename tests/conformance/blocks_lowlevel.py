@@ -19,7 +19,6 @@ from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import Origin
 from kvhold_server.pool.values import Admitted, Cleared, Event, Removed, Stored
-
 from tests.conformance.blocks_core import Row, compare, config_of, group_of, label_hash
 from tests.conformance.report import Outcome
 

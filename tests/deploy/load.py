@@ -26,7 +26,9 @@ MAX_RUNNING = 10
 def layer_specs() -> list[plan_pb2.LayerSpec]:
     """A full and a sliding-window kind, small enough for any machine."""
     geometry = plan_pb2.AttentionGeometry(num_kv_heads=1, head_size_elems=64, dtype=plan_pb2.DTYPE_BFLOAT16)
-    full = plan_pb2.LayerSpec(block_size_tokens=BLOCK_TOKENS, geometry=geometry, full_attention=plan_pb2.FullAttention())
+    full = plan_pb2.LayerSpec(
+        block_size_tokens=BLOCK_TOKENS, geometry=geometry, full_attention=plan_pb2.FullAttention()
+    )
     window = plan_pb2.LayerSpec(
         block_size_tokens=BLOCK_TOKENS,
         geometry=geometry,
@@ -100,7 +102,9 @@ class Workload:
 class Client:
     """One scheduler process in miniature."""
 
-    def __init__(self, target: str, pool: str, name: str, *, seed: int, tenant: str = "", num_blocks: int = 2000) -> None:
+    def __init__(
+        self, target: str, pool: str, name: str, *, seed: int, tenant: str = "", num_blocks: int = 2000
+    ) -> None:
         self.channel = grpc.aio.insecure_channel(target)
         self.pools = pool_pb2_grpc.PoolServiceStub(self.channel)
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
@@ -223,7 +227,12 @@ class Client:
 
 
 async def run_load(
-    target: str, *, seconds: float, pools: tuple[str, ...] = ("chat", "code"), pause_s: float = 0.005, kills: bool = True
+    target: str,
+    *,
+    seconds: float,
+    pools: tuple[str, ...] = ("chat", "code"),
+    pause_s: float = 0.005,
+    kills: bool = True,
 ) -> dict[str, int]:
     """Two clients a pool; one of the first pool vanishes half way. Returns steps by client."""
     clients = [

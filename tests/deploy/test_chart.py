@@ -26,7 +26,9 @@ from tests.deploy.manifests import (
     workload,
 )
 
-helm = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed; `make deploy-test` installs it")
+helm = pytest.importorskip(
+    "helm_python.chart", reason="helm-python-sdk is not installed; `make deploy-test` installs it"
+)
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 
 MINORS = ("1.37.0", "1.36.0", "1.35.0")
@@ -132,7 +134,17 @@ def test_chart_lints_without_errors() -> None:
 def test_checkov_finds_only_what_is_argued(variant: str, tmp_path: Path, tool: Callable[[str], str]) -> None:
     path = tmp_path / "rendered.yaml"
     path.write_text(yaml.safe_dump_all(render(VARIANTS[variant])))
-    command = [tool("checkov"), "-f", str(path), "--framework", "kubernetes", "--quiet", "--skip-download", "-o", "json"]
+    command = [
+        tool("checkov"),
+        "-f",
+        str(path),
+        "--framework",
+        "kubernetes",
+        "--quiet",
+        "--skip-download",
+        "-o",
+        "json",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     report = json.loads(run.stdout)
     assert report["summary"]["passed"] > 70
@@ -207,7 +219,9 @@ def test_k8s_02_socket_group_is_shared_whatever_the_uids_are(manifests: list[Man
     assert spec["securityContext"]["fsGroup"] == 10001
     if workload(manifests)["kind"] == "DaemonSet":
         assert "-g 10001 -m 2750 /run/kvhold" in spec["initContainers"][0]["command"][2]
-        example = next(d for d in documents((EXAMPLES / "engine-on-daemonset.yaml").read_text()) if "Deploy" in d["kind"])
+        example = next(
+            d for d in documents((EXAMPLES / "engine-on-daemonset.yaml").read_text()) if "Deploy" in d["kind"]
+        )
         assert pod_spec(example)["securityContext"]["supplementalGroups"] == [10001]
 
 

@@ -289,7 +289,7 @@ class BlockStore:
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         num_duplicates = 0
         tokens = first_tokens
-        for block, key in zip(blocks, hashes):  # noqa: B905 - equal lengths, hot
+        for block, key in zip(blocks, hashes):
             first = index.setdefault(key, block)
             if first != block:
                 copies.setdefault(key, [first]).append(block)

@@ -15,7 +15,6 @@ from kvhold_server.pool.fences import Fence, own_fence_owner
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.values import Copy, PrefixStatistics
 
-
 if TYPE_CHECKING:
     from kvhold_server.pool.turn import Turn
 
