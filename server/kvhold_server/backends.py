@@ -1,17 +1,47 @@
-"""Which memory backends this daemon has, made from its configuration."""
+"""Which memory backends this daemon has, made from its configuration and from what the machine offers."""
+
+from collections.abc import Callable
 
 from kvhold_server.config import ServerConfig
 from kvhold_server.memory.backend import MemoryBackend
+from kvhold_server.memory.cuda_driver import BindingsDriver
+from kvhold_server.memory.cuda_ipc import CudaIpcBackend
+from kvhold_server.memory.cuda_vmm import CudaVmmBackend
+from kvhold_server.memory.device_with_host import DeviceWithHost
+from kvhold_server.memory.errors import BackendUnavailable
 from kvhold_server.memory.fake import FakeBackend
 from kvhold_server.memory.memfd import MemfdBackend
 from kvhold_server.memory.posix_shm import PosixShmBackend
 
+_DEVICE_BACKENDS: dict[str, Callable[[], MemoryBackend]] = {
+    "cuda_vmm": lambda: CudaVmmBackend(BindingsDriver("cuda_vmm")),
+    "cuda_ipc": lambda: CudaIpcBackend(BindingsDriver("cuda_ipc")),
+}
+
 
 def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
-    """Named as in configuration and metrics; the default one first."""
+    """Named as in configuration and metrics; the default one first.
+
+    Device backends are there where the machine has what they need. Raises BackendUnavailable, saying what is missing,
+    only if the default one is not.
+    """
+    memfd = MemfdBackend()
+    device = _device_backends(config.backend, memfd)
     made: dict[str, MemoryBackend] = {
         "posix_shm": PosixShmBackend(config.state_path),
-        "memfd": MemfdBackend(),
+        "memfd": memfd,
         "fake": FakeBackend(device_bytes=config.fake_device_bytes, num_devices=8),
+        **device,
     }
     return {config.backend: made[config.backend], **made}
+
+
+def _device_backends(required: str, host: MemoryBackend) -> dict[str, MemoryBackend]:
+    made: dict[str, MemoryBackend] = {}
+    for name, make in _DEVICE_BACKENDS.items():
+        try:
+            made[name] = DeviceWithHost(make(), host)
+        except BackendUnavailable:
+            if name == required:
+                raise
+    return made

@@ -59,8 +59,11 @@ class ServerConfig:
     admin_socket: str = setting("", "unix socket of AdminService; empty: on the engines' listeners")
     metrics: str = setting("", "host:port of /metrics over HTTP; empty: none")
     health: str = setting("", "host:port of grpc.health.v1 alone, plaintext, for probes; empty: none")
-    backend: str = setting("posix_shm", "default memory of pools", choices=("posix_shm", "memfd", "fake"))
+    backend: str = setting(
+        "posix_shm", "default memory of pools", choices=("posix_shm", "memfd", "cuda_vmm", "cuda_ipc", "fake")
+    )
     state_dir: str = setting("", "directory of locks and block tables; empty: beside the socket")
+    keep_pools: bool = setting(True, "named memory and what is cached in it outlive the daemon, for the next one")
     lease_ttl_s: float = setting(15.0, "a client that is silent for so long is taken for dead", low=0.05)
     grace_period_s: float = setting(5.0, "how long a dead client's session is kept for resuming", low=0.0)
     drain_deadline_s: float = setting(30.0, "how long sessions may go on after SIGTERM", low=0.0)

@@ -14,7 +14,7 @@ that fails leaves nothing behind: whatever it had made is undone in reverse orde
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NewType
+from typing import NewType
 
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.memory.errors import ExportNotPossible, InvalidRegionRequest, ResizeUnsupported, UnknownRegion
@@ -136,7 +136,7 @@ class ReclaimReport:
 class MemoryBackend(ABC):
     """Hands out regions. Every method may raise `DriverCallFailed` or `SystemCallFailed` beside what it names."""
 
-    name: ClassVar[str]
+    name: str  # as in configuration, contract and metrics
 
     @abstractmethod
     def granularity_bytes(self, device_index: int) -> int:

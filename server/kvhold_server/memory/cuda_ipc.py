@@ -11,7 +11,6 @@ handles meet in the driver and need no /dev/shm; we export no event handles, whi
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvhold_server.memory.backend import (
     BackendHealth,
@@ -44,7 +43,7 @@ class Allocation:
 class CudaIpcBackend(MemoryBackend):
     """All devices that the driver shows us."""
 
-    name: ClassVar[str] = "cuda_ipc"
+    name = "cuda_ipc"
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver

@@ -17,7 +17,6 @@ The driver does not enforce read-only exports: a worker that maps read-only does
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvhold_server.memory.backend import (
     BackendHealth,
@@ -52,7 +51,7 @@ class Chunk:
 class CudaVmmBackend(MemoryBackend):
     """All devices that the driver shows us."""
 
-    name: ClassVar[str] = "cuda_vmm"
+    name = "cuda_vmm"
 
     def __init__(self, driver: CudaDriver, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         """Raises BackendUnavailable where a device cannot export descriptors."""

@@ -5,7 +5,6 @@ cannot be mapped. Faults are injected by call: the n-th next call of a name rais
 """
 
 from collections import Counter, deque
-from typing import ClassVar
 
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.memory.backend import (
@@ -28,7 +27,7 @@ from kvhold_server.memory.region_table import RegionTable
 class FakeBackend(MemoryBackend):
     """`num_devices` devices of `device_bytes` each."""
 
-    name: ClassVar[str] = "fake"
+    name = "fake"
 
     def __init__(self, *, num_devices: int = 1, device_bytes: int = 1 << 40, granularity_bytes: int = 1 << 21) -> None:
         assert num_devices > 0 and device_bytes > 0 and granularity_bytes > 0

@@ -9,7 +9,6 @@ FRESH.
 import fcntl
 import os
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from kvhold_server.memory.backend import (
     HOST_DEVICE_UUID,
@@ -50,7 +49,7 @@ class MemfdOptions:
 class MemfdBackend(MemoryBackend):
     """Anonymous host memory."""
 
-    name: ClassVar[str] = "memfd"
+    name = "memfd"
 
     def __init__(self, options: MemfdOptions | None = None) -> None:
         """Raises BackendUnavailable, HugePagesUnavailable."""

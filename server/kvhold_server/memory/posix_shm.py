@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from kvhold_server.memory.backend import (
     HOST_DEVICE_UUID,
@@ -77,7 +76,7 @@ class PosixShmOptions:
 class PosixShmBackend(MemoryBackend):
     """Named shared memory of one instance."""
 
-    name: ClassVar[str] = "posix_shm"
+    name = "posix_shm"
 
     def __init__(self, instance_directory: Path, options: PosixShmOptions | None = None) -> None:
         """Raises InstanceInUse, BackendUnavailable, HugePagesUnavailable."""
