@@ -80,7 +80,7 @@ class Arrangement(ABC):
         """The groups as they will be after the layout."""
         return self.groups
 
-    def fits(self, limits: Limits, spare_bytes: int, memory_bytes: int) -> bool:
+    def fits(self, limits: Limits, spare_bytes: int) -> bool:
         """Does one request fit into the memory beside the null block?"""
         return self.need_bytes(limits) <= spare_bytes
 

@@ -74,13 +74,12 @@ class HisparseArrangement(Arrangement):
         """The source group first, then those of the device."""
         return (self._source_group(), *self._device_groups())
 
-    def fits(self, limits: Limits, spare_bytes: int, memory_bytes: int) -> bool:
+    def fits(self, limits: Limits, spare_bytes: int) -> bool:
         """At least one request at once, in device and host blocks alike."""
         try:
             host_blocks = self.host_num_blocks()
-            num_blocks = self.config.num_blocks_override
-            if num_blocks is None:
-                num_blocks = self.num_blocks(memory_bytes, limits)
+            override = self.config.num_blocks_override
+            num_blocks = self.num_blocks(spare_bytes, limits) if override is None else override - 1
             self._check_layout()
         except InvalidRequest:
             return False

@@ -36,7 +36,7 @@ class RankBudget:
 
     def fits(self, limits: Limits) -> bool:
         """Does one request of that length fit?"""
-        return self.arrangement.fits(limits, self.spare_bytes(limits), self.memory_bytes(limits))
+        return self.arrangement.fits(limits, self.spare_bytes(limits))
 
     def num_blocks(self, limits: Limits) -> int:
         """Blocks of this rank alone, null block included."""
