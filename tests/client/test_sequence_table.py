@@ -346,7 +346,7 @@ def test_a_step_of_many_quiet_sequences_calls_no_method_of_the_table() -> None:
     asked: list[Any] = []
     table.begin_step(2, 1)
     for sequence in sequences:
-        if 32 > sequence.quiet_tokens:
+        if sequence.quiet_tokens < 32:
             asked.append(sequence)
     assert not asked
     assert not table.flush().sent

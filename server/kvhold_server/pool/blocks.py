@@ -251,7 +251,7 @@ class BlockStore:
                 watcher(block)
 
     def quarantine(self, blocks: list[int]) -> None:
-        """Their references belong to a dead session from now on; they count as quarantined if no one else holds them."""
+        """Their references belong to a dead session from now on; they are quarantined unless others hold them."""
         refs, dead_refs = self.refs, self.dead_refs
         for block in blocks:
             if block:
@@ -289,7 +289,7 @@ class BlockStore:
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         num_duplicates = 0
         tokens = first_tokens
-        for block, key in zip(blocks, hashes):
+        for block, key in zip(blocks, hashes, strict=False):
             first = index.setdefault(key, block)
             if first != block:
                 copies.setdefault(key, [first]).append(block)

@@ -5,6 +5,7 @@ Every k-th block handed out is watched (a count, not a random draw, so that runs
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 _MAX_SAMPLES = 4_096
 _MAX_ACCESSES = 4
@@ -64,7 +65,7 @@ class Residency:
                 ResidencySample(
                     lifetime_s=self.now_s - watched.birth_s,
                     idle_s=self.now_s - watched.last_s,
-                    reuse_gaps_s=tuple(b - a for a, b in zip(times, times[1:], strict=False)),
+                    reuse_gaps_s=tuple(b - a for a, b in pairwise(times)),
                 )
             )
 
