@@ -23,6 +23,7 @@ from kvhold_server.pool.errors import BlocksInUse
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Cleared, Event, Removed, Status, Stored
 
+from tests.conformance.blocks_expected import EXPECTED_DIFFERENCES
 from tests.conformance.report import Outcome
 
 Row = dict[str, Any]
@@ -316,24 +317,28 @@ class Replay:
         self.by_id: dict[int, Request] = {}
         self.last_statistics: dict[str, int] = {}
         self.looked_up: str | None = None  # the request that was looked up by the operation before this one
+        self.observed: list[Any] = []  # by the last operation: every value that was compared
         driver.open(self.config)
+
+    def compare(self, what: str, ours: Any, recorded: Any, *, key: Any = None) -> list[str]:
+        self.observed.append((what, ours if key is None else key(ours)))
+        return compare(what, ours, recorded, key=key)
 
     def apply(self, row: Row) -> list[str]:
         """Differences between what was recorded and what the driver answers."""
+        self.observed = []
         if row["op"] == "probe":
             return self.compare_state(row["state"])
         differences = list(getattr(self, f"op_{row['op']}")(row))
         self.looked_up = row["r"] if row["op"] == "lookup" else None
         if self.auto_events:
-            differences += compare("events", self.shown(self.driver.events()), row.get("ev", []), key=order_of_removed)
-        differences += compare("free", self.driver.num_free(), row["free"])
-        if not differences:
-            differences += compare("digest", self.digest(), row["d"])
-        return differences
+            differences += self.compare("events", self.shown(self.driver.events()), row.get("ev", []), key=order_of_removed)
+        differences += self.compare("free", self.driver.num_free(), row["free"])
+        return differences + self.compare("digest", self.digest(), row["d"])
 
     # ------------------------------------------------------------ operations
     def op_req(self, row: Row) -> Iterator[str]:
-        request = Request(row["r"], len(self.by_id) + 1, row, row["np"], tokens_of(row["toks"]), row.get("h", []))
+        request = Request(row["r"], len(self.by_id) + 1, row, row["np"], tokens_of(row["toks"]), list(row.get("h", [])))
         self.requests[row["r"]] = self.by_id[request.sequence_id] = request
         yield from ()
 
@@ -344,7 +349,8 @@ class Replay:
         yield from ()
 
     def op_rollback(self, row: Row) -> Iterator[str]:
-        self.requests[row["r"]].computed -= row["n"]
+        request = self.requests[row["r"]]
+        request.computed = max(0, request.computed - row["n"])
         yield from ()
 
     def op_land(self, row: Row) -> Iterator[str]:
@@ -358,7 +364,7 @@ class Replay:
         else:
             hit, blocks, junction = self.driver.lookup(request)
         answer = {"hit": hit, "blocks": blocks} | ({"junction": junction} if junction else {})
-        yield from compare("lookup", answer, {k: v for k, v in row["out"].items() if k != "junction" or v})
+        yield from self.compare("lookup", answer, {k: v for k, v in row["out"].items() if k != "junction" or v})
 
     def op_alloc(self, row: Row) -> Iterator[str]:
         request = self.requests[row["r"]]
@@ -370,13 +376,13 @@ class Replay:
             grant = Grant(None)
             if "err" not in row and row["out"] is not None:
                 yield f"error {error}"
-        yield from compare("blocks", grant.blocks, row["out"])
+        yield from self.compare("blocks", grant.blocks, row["out"])
         if grant.blocks is None:
             return
         advance = row.get("adv", row["new"])
         if request.status != "R":
             if "hit" in row:
-                yield from compare("hit", grant.hit_tokens, row["hit"])
+                yield from self.compare("hit", grant.hit_tokens, row["hit"])
             request.computed += grant.hit_tokens + row.get("ext", 0)
             request.status = "R"
         request.computed += advance
@@ -437,16 +443,16 @@ class Replay:
 
     def op_reset(self, row: Row) -> Iterator[str]:
         done = self.driver.reset()
-        yield from compare("reset", done, row["out"])
+        yield from self.compare("reset", done, row["out"])
 
     def op_stats(self, row: Row) -> Iterator[str]:
         now = self.driver.statistics()
         answer = {name: now[name] - self.last_statistics.get(name, 0) for name in now}
         self.last_statistics = now
-        yield from compare("stats", answer, {k: v for k, v in row["out"].items() if k != "reset"})
+        yield from self.compare("stats", answer, {k: v for k, v in row["out"].items() if k != "reset"})
 
     def op_common(self, row: Row) -> Iterator[str]:
-        yield from compare("common", self.driver.num_common_prefix_blocks(self.requests[row["r"]]), row["out"])
+        yield from self.compare("common", self.driver.num_common_prefix_blocks(self.requests[row["r"]]), row["out"])
 
     def op_evict(self, row: Row) -> Iterator[str]:
         self.driver.evict(row["ids"])
@@ -457,10 +463,10 @@ class Replay:
         yield from ()
 
     def op_est(self, row: Row) -> Iterator[str]:
-        yield from compare("est", self.driver.cached_tokens_estimate(self.requests[row["r"]]), row["out"])
+        yield from self.compare("est", self.driver.cached_tokens_estimate(self.requests[row["r"]]), row["out"])
 
     def op_clipped(self, row: Row) -> Iterator[str]:
-        yield from compare("clipped", self.driver.block_ids_for(self.requests[row["r"]], row["n"]), row["out"])
+        yield from self.compare("clipped", self.driver.block_ids_for(self.requests[row["r"]], row["n"]), row["out"])
 
     def op_step(self, _row: Row) -> Iterator[str]:
         self.driver.begin_step()
@@ -469,10 +475,10 @@ class Replay:
     def op_endstep(self, row: Row) -> Iterator[str]:
         end = self.driver.end_step()
         hand_offs = [[self.by_id[sid].name, *rest] for sid, *rest in end.hand_offs]
-        yield from compare("endstep", {"copies": end.copies, "zero": end.zero, "offload": hand_offs}, row["out"])
+        yield from self.compare("endstep", {"copies": end.copies, "zero": end.zero, "offload": hand_offs}, row["out"])
 
     def op_events(self, row: Row) -> Iterator[str]:
-        yield from compare("events", self.shown(self.driver.events()), row["out"], key=order_of_removed)
+        yield from self.compare("events", self.shown(self.driver.events()), row["out"], key=order_of_removed)
 
     # ---------------------------------------------------------------- events
     def shown(self, events: list[Event]) -> list[Row]:
@@ -533,9 +539,9 @@ class Replay:
         state = self.state()
         differences = []
         for name in ("fq", "ref", "cache", "tbl"):
-            differences += compare(name, state[name], recorded[name])
+            differences += self.compare(name, state[name], recorded[name])
         ours = [[b, label_of(key), gid, tokens] for b, key, gid, tokens in self.driver.state()["pri"]]
-        return differences + compare("pri", ours, recorded["pri"])
+        return differences + self.compare("pri", ours, recorded["pri"])
 
 
 def extra_keys(request: Request, start: int, end: int) -> list[Any] | None:
@@ -576,11 +582,29 @@ def compare(what: str, ours: Any, recorded: Any, *, key: Any = None) -> list[str
 
 
 def replay_manager(name: str, rows: Iterator[Row], header: Row, driver: Driver) -> Iterator[Outcome]:
-    """Every operation of one trace. After a first difference the rest would compare two different histories."""
+    """Every operation of one trace.
+
+    Where ours differs on purpose, its answers (results, events, counts, state) must be those of the naive model instead,
+    and the operation must be listed. After any other difference the rest would compare two different histories.
+    """
+    from tests.model.driver import ModelDriver
+
     replay = Replay(driver, header)
+    expected = EXPECTED_DIFFERENCES.get(name)
+    reference = Replay(ModelDriver(), header) if expected else None
     for row in rows:
-        differences = replay.apply(row)
         title = f"{name}:{row['i']} {row['op']}"
+        differences = replay.apply(row)
+        if expected and reference:
+            reference.apply(row)
+            if replay.observed != reference.observed:
+                yield Outcome(name=title, differences=(f"{replay.observed} instead of the model's {reference.observed}",))
+                return
+            if bool(differences) != expected.covers(row["i"]):
+                differences = differences or ["was expected to differ"]
+            elif differences:
+                yield Outcome(name=title, deviation=f"{name}: {expected.reason}")
+                continue
         yield Outcome(name=title, differences=tuple(differences))
         if differences:
             return

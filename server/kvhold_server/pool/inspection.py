@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvhold_server.pool.session import SessionState
-from kvhold_server.pool.values import State
+from kvhold_server.pool.values import Completed, State
 
 if TYPE_CHECKING:
     from kvhold_server.pool.pool import Pool
@@ -32,6 +32,19 @@ def describe_pool(pool: Pool) -> State:
     return State(
         free_order=list(store.free.order()), refs=store.refs[1:], cache=cache, tables=tables, primaries=primaries
     )
+
+
+def published_blocks(pool: Pool) -> Completed:
+    """Blocks whose hash is public, by id."""
+    store = pool.store
+    found = Completed(groups=[], blocks=[], hashes=[], key_tokens=[])
+    for block, (key, origin) in enumerate(zip(store.key_of, store.origin_of, strict=True)):
+        if key is not None and origin is not None and origin.is_public:
+            found.groups.append(origin.group)
+            found.blocks.append(block)
+            found.hashes.append(key)
+            found.key_tokens.append(store.key_tokens[block])
+    return found
 
 
 def check_pool(pool: Pool) -> None:

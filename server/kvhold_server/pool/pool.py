@@ -27,7 +27,7 @@ from kvhold_server.pool.errors import (
     UnknownSequence,
 )
 from kvhold_server.pool.groups import Groups, HitResult
-from kvhold_server.pool.inspection import check_pool, describe_pool
+from kvhold_server.pool.inspection import check_pool, describe_pool, published_blocks
 from kvhold_server.pool.residency import ResidencySample
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import OpenStep, PoolSession, SessionState
@@ -673,6 +673,10 @@ class Pool:
     def prefix_statistics(self, session: int | None = None) -> PrefixStatistics:
         """Since the pool opened, of one session or of all. The live object: do not change it."""
         return self.admission.attribution.total if session is None else self._alive(session).statistics
+
+    def published(self) -> Completed:
+        """Blocks that every session can hit now, under their own hashes; O(blocks)."""
+        return published_blocks(self)
 
     def describe(self) -> State:
         """Full dump; O(blocks)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.kinds.base import Found, GroupPolicy, Prefix, cdiv
 from kvhold_server.pool.sequence import Sequence
 
@@ -86,12 +87,14 @@ class SlidingWindowPolicy(GroupPolicy):
             kept.update(i for i in range(start, end) if i >= shift and (i - shift) % per >= per - needed)
         if interval is not None:
             for boundary in reachable_ends(sequence, self.pool, self.any_eagle):
-                last = boundary // align * align // size + shift
-                kept.update(range(max(start, last - needed), min(end, last)))
+                # A later prompt may part from this one shortly before the end: the unit below must work, too.
+                for margin in range(self.pool.num_retained_boundary_units + 1):
+                    last = (boundary // align - margin) * align // size + shift
+                    kept.update(range(max(start, last - needed), min(end, last)))
         return sorted(kept)
 
 
-def reachable_ends(sequence: Sequence, pool, any_eagle: bool) -> list[int]:  # type: ignore[no-untyped-def]
+def reachable_ends(sequence: Sequence, pool: PoolConfig, any_eagle: bool) -> list[int]:
     """Token counts at which a later request with this prompt can resume (§11 C2)."""
     prompt, block = sequence.num_prompt_tokens, pool.scheduler_block_tokens
     if any_eagle:
