@@ -15,7 +15,7 @@ SOCKET ?= /tmp/kvhold-$(shell id -u)/kvhold.sock
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test deploy-test lint format proto proto-check proto-freeze bench image clean
+.PHONY: help demo serve test lint format proto proto-check proto-freeze bench image clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,12 +45,6 @@ serve: $(RUN) ## run a daemon in the foreground on $(SOCKET)
 test: $(DEV) ## every test (ARGS='-k pool' narrows)
 	$(PY) -m pytest $(ARGS)
 
-deploy-test: $(DEV) $(VENV)/checkov ## manifests, chart, dashboards, Dockerfile, with the policy scanner
-	$(PY) -m pytest tests/deploy $(ARGS)
-
-$(VENV)/checkov: | $(PY)  # has dependencies of its own that would fight with ours
-	@$(PY) -m venv $@ && $@/bin/python -m pip install -qq checkov==3.3.30 || { rm -rf $@; exit 1; }
-
 lint: $(DEV) proto-check ## ruff, mypy --strict, buf, generated code, import directions
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -71,11 +65,13 @@ proto-freeze: $(DEV) ## make today's contract the one that later ones must not b
 	$(PY) tools/proto.py freeze
 
 bench: $(DEV) ## measure; BENCH=full for everything
-	$(PY) bench/run.py $(ARGS)
+	$(PY) $(firstword $(wildcard bench/run.py) bench/hashing.py) $(ARGS)
 
 image: ## build the container image with docker, podman or buildah
 	@test -n "$(BUILDER)" || { echo "no docker, podman or buildah found" >&2; exit 1; }
 	$(BUILDER) $(if $(findstring buildah,$(BUILDER)),bud,build) -t $(IMAGE) .
+
+-include deploy/deploy.mk
 
 clean: ## remove everything that the targets above made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
