@@ -132,9 +132,9 @@ class FakeDriver:
         if size_bytes > self.free_bytes(device):
             raise DriverCallFailed(call, OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
 
-    def _call(self, call: str, device: int = 0) -> None:
+    def _call(self, call: str, device: int | None = None) -> None:
         code = self.faults.next_code(call)
-        if not code and not 0 <= device < self.num_devices:
+        if not code and device is not None and not 0 <= device < self.num_devices:
             code = INVALID_DEVICE
         if code:
             raise DriverCallFailed(call, code, f"CUDA_ERROR_{code}", "injected")
