@@ -146,7 +146,7 @@ def test_no_import_is_for_type_checking_only() -> None:
 
 def test_client_needs_nothing_but_grpc_and_protobuf() -> None:
     """All of its public names together load no package that the base install lacks, and nothing of the server."""
-    heavy = "torch cuda numpy prometheus_client rich xxhash cbor2 kvhold_server grpc_status".split()
+    heavy = "torch cuda.bindings numpy prometheus_client rich xxhash cbor2 kvhold_server grpc_status".split()
     code = f"""
 import sys, kvhold_client
 names = [getattr(kvhold_client, name) for name in dir(kvhold_client)]
