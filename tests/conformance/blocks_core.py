@@ -22,7 +22,6 @@ from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, 
 from kvhold_server.pool.errors import BlocksInUse
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Cleared, Event, Removed, Status, Stored
-
 from tests.conformance.blocks_expected import EXPECTED_DIFFERENCES
 from tests.conformance.report import Outcome
 
@@ -332,7 +331,9 @@ class Replay:
         differences = list(getattr(self, f"op_{row['op']}")(row))
         self.looked_up = row["r"] if row["op"] == "lookup" else None
         if self.auto_events:
-            differences += self.compare("events", self.shown(self.driver.events()), row.get("ev", []), key=order_of_removed)
+            differences += self.compare(
+                "events", self.shown(self.driver.events()), row.get("ev", []), key=order_of_removed
+            )
         differences += self.compare("free", self.driver.num_free(), row["free"])
         return differences + self.compare("digest", self.digest(), row["d"])
 
@@ -598,7 +599,9 @@ def replay_manager(name: str, rows: Iterator[Row], header: Row, driver: Driver) 
         if expected and reference:
             reference.apply(row)
             if replay.observed != reference.observed:
-                yield Outcome(name=title, differences=(f"{replay.observed} instead of the model's {reference.observed}",))
+                yield Outcome(
+                    name=title, differences=(f"{replay.observed} instead of the model's {reference.observed}",)
+                )
                 return
             if bool(differences) != expected.covers(row["i"]):
                 differences = differences or ["was expected to differ"]

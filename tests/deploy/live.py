@@ -104,7 +104,9 @@ def prometheus(directory: Path, program: str, target_url: str) -> Iterator[str]:
             stop(process)
 
 
-def chromium(program: str, url: str, directory: Path, *, dark: bool = False, screenshot: Path | None = None, strict: bool = True) -> str:
+def chromium(
+    program: str, url: str, directory: Path, *, dark: bool = False, screenshot: Path | None = None, strict: bool = True
+) -> str:
     """Opens a page without a screen, lets its script run, returns the DOM, or "" with a screenshot. Console: stderr.
 
     Raises AssertionError for anything that the page wrote to the console, unless `strict` is off (others' pages).

@@ -31,7 +31,12 @@ def main() -> int:
             chromium(browser, f"{live.http}/?pool=chat&q=17", directory, screenshot=TARGET / "node-light.png")
             chromium(browser, f"{live.http}/", directory, dark=True, screenshot=TARGET / "node-dark.png")
             query = urllib.parse.urlencode(
-                {"g0.expr": "sum by (pool, state) (kvhold_pool_blocks)", "g0.tab": "0", "g0.range_input": "1m", "g0.stacked": "1"}
+                {
+                    "g0.expr": "sum by (pool, state) (kvhold_pool_blocks)",
+                    "g0.tab": "0",
+                    "g0.range_input": "1m",
+                    "g0.stacked": "1",
+                }
             )
             chromium(browser, f"{url}/graph?{query}", directory, screenshot=TARGET / "prometheus.png", strict=False)
             load.join()

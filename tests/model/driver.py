@@ -4,7 +4,6 @@ from typing import Any
 
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.values import Cleared, Event, Removed, Stored
-
 from tests.conformance.blocks_core import Driver, Grant, Request, Row, StepEnd, label_hash
 from tests.model.naive import NaivePool, Seq
 

@@ -9,7 +9,6 @@ from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, 
 from kvhold_server.pool.errors import BlocksInUse, NeverFits
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Bound, Status
-
 from tests.model.naive import NaivePool, Seq
 
 BIG = 2**31 - 1
@@ -149,7 +148,16 @@ class Pair:
             return
         engine = rng.choice(list(self.engines.values()))
         verb = rng.choices(
-            (self.admit, self.extend, self.free, self.next_step, self.complete, self.upkeep, self.end_session, self.late),
+            (
+                self.admit,
+                self.extend,
+                self.free,
+                self.next_step,
+                self.complete,
+                self.upkeep,
+                self.end_session,
+                self.late,
+            ),
             (22, 40, 12, 14, 8, 3, 0.7, 2),
         )[0]
         verb(engine, rng)

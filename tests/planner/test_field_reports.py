@@ -172,9 +172,7 @@ def test_plan_24_the_number_of_requests_that_fit_is_reported() -> None:
 def test_plan_25_the_footprint_floor_is_the_number_of_groups() -> None:
     layers = {"a": full(7808, 1, 8)}
     page = layers["a"].page_size_bytes
-    made = planned(
-        layers | {f"s{i}": mamba(page - i, 7808) for i in range(22)}, 71 * page, length=7808, max_num_seqs=4
-    )
+    made = planned(layers | {f"s{i}": mamba(page - i, 7808) for i in range(22)}, 71 * page, length=7808, max_num_seqs=4)
     assert len(made.scheduler_groups) == 23
     assert made.min_request_blocks == 23
     assert (made.num_blocks - 1) // made.min_request_blocks == 3

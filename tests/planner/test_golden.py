@@ -171,7 +171,11 @@ def test_hidden_states_in_packed_groups_keep_their_own_block() -> None:
 def test_a_wide_hidden_state_enlarges_everybodys_block() -> None:
     small = {"a": full(heads=1, size=8), "b": sliding(heads=1, size=8)}
     made = planned(small | {"h": hidden(size=700)}, 10**7)
-    assert [(g.block_size_tokens, g.page_size_bytes) for g in made.ranks[0].groups] == [(48, 1536), (48, 1536), (1, 1536)]
+    assert [(g.block_size_tokens, g.page_size_bytes) for g in made.ranks[0].groups] == [
+        (48, 1536),
+        (48, 1536),
+        (1, 1536),
+    ]
 
 
 def test_states_are_spread_over_as_many_groups_as_keep_the_block_narrow() -> None:
@@ -311,9 +315,7 @@ def test_rows_lie_in_host_memory_and_indexers_decide_the_device_block() -> None:
     assert made.capacity_tokens == 9642
 
 
-@pytest.mark.parametrize(
-    ("memory", "host_bytes", "length"), [(10**9, int(0.05 * 2**30), 11648), (10**7, 2**30, 768)]
-)
+@pytest.mark.parametrize(("memory", "host_bytes", "length"), [(10**9, int(0.05 * 2**30), 11648), (10**7, 2**30, 768)])
 def test_length_is_fitted_to_host_and_device(memory: int, host_bytes: int, length: int) -> None:
     made = hisparse(memory, 10**6, host_bytes, auto_fit_max_model_len=True)
     assert made.max_model_len_tokens == length
