@@ -10,6 +10,7 @@ import secrets
 import signal
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,10 +19,12 @@ from kvhold_server.backends import make_backends
 from kvhold_server.config import ServerConfig, split_host_port
 from kvhold_server.http import HttpServer
 from kvhold_server.node.node import Node, Shell
+from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pages import make_routes
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.interceptors import Guard
 from kvhold_server.rpc.regions import RegionKeeper
+from kvhold_server.rpc.reopen import reclaim_all, reopen_all
 from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
 from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
 from kvhold_server.rpc.workers import make_fd_channel
@@ -46,6 +49,7 @@ class Daemon:
             for claim in self._claims.values():
                 claim.release()
             raise
+        self.warm = _open_state(config)
         self.node = Node(
             shell=Shell(
                 boot_id=secrets.token_hex(8), clock=time.monotonic, new_secret=lambda: secrets.token_urlsafe(24)
@@ -59,15 +63,25 @@ class Daemon:
                 max_tick_s=max(1.0, 4 * config.tick_interval_s),
             ),
             limits=config.limits,
+            warm=self.warm,
         )
         self.health = HealthBoard()
         self.keeper = RegionKeeper(self.backends)
         self.tcp_port = 0
+        self.health_port = 0
         self.metrics_port = 0
         self.fd_channel: FdChannel | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stack = AsyncExitStack()
+
+    def _end_state(self) -> None:
+        """Everything that a successor needs is written."""
+        for live in self.node.pools.values():
+            if live.journal is not None:
+                live.journal.end(is_clean=True)
+        if self.warm is not None:
+            self.warm.records.close()
 
     # -------------------------------------------------------------- lifecycle
     async def start(self) -> None:
@@ -83,7 +97,11 @@ class Daemon:
         for claim in self._claims.values():
             stack.callback(claim.release)
         for backend in self.backends.values():
-            stack.callback(backend.close)
+            stack.callback(partial(backend.close, keep=config.keep_pools))
+        if self.warm is not None:
+            stack.callback(self._end_state)
+            reopen_all(self.node, self.warm)
+        reclaim_all(self.node)
         stack.push_async_callback(self.keeper.close)
         server = make_server([self._guard()], config.limits.max_message_bytes)
         if config.socket:
@@ -96,6 +114,8 @@ class Daemon:
         add_engine_services(server, self.node, self.keeper, self.fd_channel, self.health)
         await self._start_admin(server)
         await self._start_server(server)
+        if config.health:
+            await self._start_health()
         if config.metrics:
             await self._start_metrics()
         ticker = asyncio.create_task(self._tick_forever(), name="ticker")
@@ -111,6 +131,13 @@ class Daemon:
         server = make_server([self._guard()], self.config.limits.max_message_bytes)
         listen_unix(server, self._claims[self.config.admin_socket], self.config.socket_gid)
         add_admin_services(server, self.node, self.request_stop)
+        self.health.add_to(server)
+        await self._start_server(server)
+
+    async def _start_health(self) -> None:
+        """Health alone, for probes that speak plaintext TCP only: nothing else is reachable there."""
+        server = make_server([], self.config.limits.max_message_bytes)
+        self.health_port = listen_tcp(server, *split_host_port("--health", "health", self.config.health))
         self.health.add_to(server)
         await self._start_server(server)
 
@@ -131,9 +158,13 @@ class Daemon:
     def _guard(self) -> Guard:
         return Guard(self.node.telemetry, self.config.limits.max_message_bytes)
 
-    def request_stop(self) -> None:
-        """Begins to drain; asked a second time, stops waiting."""
-        (self._hurry if self._stop.is_set() else self._stop).set()
+    def request_stop(self, deadline_s: float | None = None) -> None:
+        """Begins to drain, by default with the configured deadline; asked a second time, stops waiting."""
+        if self._stop.is_set():
+            self._hurry.set()
+        else:
+            self.node.begin_drain(self.config.drain_deadline_s if deadline_s is None else deadline_s)
+            self._stop.set()
 
     async def run_until_stopped(self) -> None:
         """Serves until asked to stop, then drains and takes everything down."""
@@ -154,7 +185,6 @@ class Daemon:
 
     async def _drain(self) -> None:
         """No new sessions; running ones may finish until the deadline."""
-        self.node.begin_drain(self.config.drain_deadline_s)
         await self.health.set_ready(False)
         logger.info("draining: %d sessions, at most %.1f s", self.node.sessions.num_open(), self.node.drain_left_s)
         while self.node.sessions.num_open() and self.node.drain_left_s and not self._hurry.is_set():
@@ -187,6 +217,13 @@ def _claim_sockets(config: ServerConfig) -> dict[str, SocketClaim]:
             claim.release()
         raise
     return claims
+
+
+def _open_state(config: ServerConfig) -> WarmRestart | None:
+    """What a former daemon left and a later one will find; None: this daemon leaves nothing."""
+    if not config.keep_pools:
+        return None
+    return WarmRestart(config.state_path, max_sessions=config.limits.max_sessions)
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from kvhold_server.domain.ids import PoolName
+from kvhold_server.memory.errors import SystemCallFailed
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
 
 REGION = RegionFile(region_id="llama/0", device=3, inode=4711, size_bytes=1 << 30)
@@ -29,7 +30,10 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_saving_again_replaces_and_a_failure_keeps_the_old_one(tmp_path: Path) -> None:
     directory = ManifestDirectory(tmp_path)
     directory.save(MANIFEST)
-    with patch("os.replace", side_effect=OSError(28, "No space left on device")), pytest.raises(OSError, match="space"):
+    with (
+        patch("os.replace", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(SystemCallFailed, match="space"),
+    ):
         directory.save(replace(MANIFEST, content=b"new"))
     assert directory.load()[0] == [MANIFEST]
     directory.save(replace(MANIFEST, content=b"new"))

@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from kvhold_server.domain.ids import PoolName
+from kvhold_server.memory.errors import SystemCallFailed
 from kvhold_server.memory.recovery_errors import ManifestUnreadable
 
 VERSION: Final = 1
@@ -42,6 +43,7 @@ class PoolManifest:
     content: bytes  # the content identity of the current generation, as a message
     backend: str
     regions: tuple[RegionFile, ...]
+    content_generation: int = 1
 
     @property
     def regions_text(self) -> str:
@@ -62,7 +64,7 @@ class ManifestDirectory:
         return self.path / f"{_encoded(name)}.blocks"
 
     def save(self, manifest: PoolManifest) -> None:
-        """Whole or not at all, whenever the process dies. Raises OSError (disk full: the old one stays)."""
+        """Whole or not at all, whenever the process dies. Raises SystemCallFailed (disk full: the old one stays)."""
         path = self._manifest_path(manifest.name)
         unfinished = path.with_name(f".{path.name}.new")
         try:
@@ -70,9 +72,10 @@ class ManifestDirectory:
             with os.fdopen(fd, "wb") as file:
                 file.write(_dump(manifest))
             os.replace(unfinished, path)
-        except OSError:
+        except OSError as error:
             unfinished.unlink(missing_ok=True)
-            raise
+            code = error.errno or 0
+            raise SystemCallFailed("write", str(path), code, type(error).__name__, os.strerror(code)) from error
 
     def load(self) -> tuple[list[PoolManifest], list[ManifestUnreadable]]:
         """All manifests by name, and what could not be read."""
@@ -84,6 +87,13 @@ class ManifestDirectory:
             except ManifestUnreadable as error:
                 problems.append(error)
         return manifests, problems
+
+    def read(self, name: PoolName) -> PoolManifest | None:
+        """One pool's manifest; None if there is none that can be read."""
+        try:
+            return _load(self._manifest_path(name))
+        except ManifestUnreadable:
+            return None
 
     def delete(self, name: PoolName) -> None:
         """The pool is gone; first what names it, then its table."""

@@ -13,10 +13,13 @@ some, and starts over with a snapshot.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeAlias
 
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.values import Cleared, Completed, Event, Removed, Stored
+
+MAX_RUN = 1024  # digests of one run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class _Place:
     hash: bytes
     index: int
     parent: bytes | None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,17 +117,13 @@ class EventLog:
         oldest = self._events[0].number if self._events else self.last_number + 1
         if not oldest - 1 <= number <= self.last_number:
             return None
-        skip = number - oldest + 1
-        return [event for i, event in enumerate(self._events) if i >= skip]
+        newest_first = list(islice(reversed(self._events), self.last_number - number))
+        return newest_first[::-1]
 
     def snapshot(self) -> Iterator[StoredRun]:
-        """Everything visible, as of `last_number`; one digest a run. The state is copied at once."""
-        rows = [(group, places) for (group, _), places in self._visible.items()]
-        copied = [(group, next(iter(places.items()))) for group, places in rows]
-        return (
-            StoredRun(group=group, hashes=(p.hash,), blocks=(block,), indexes=(p.index,), parent=p.parent)
-            for group, (block, p) in copied
-        )
+        """Everything visible, as of `last_number`. The state is copied at once, runs are made when asked for."""
+        copied = [(group, *next(iter(places.items()))) for (group, _), places in self._visible.items()]
+        return _runs(copied)
 
     @property
     def num_visible_hashes(self) -> int:
@@ -142,7 +142,7 @@ class EventLog:
             parent, previous_index = block_hash, index
 
     def _completed(self, completed: Completed) -> None:
-        runs: list[tuple[int, list[tuple[int, _Place]]]] = []
+        fresh: list[tuple[int, int, _Place]] = []
         rows = zip(completed.groups, completed.blocks, completed.hashes, completed.key_tokens, strict=True)
         for group, block, block_hash, tokens in rows:
             place = self._pending.pop((group, block), None)
@@ -152,21 +152,9 @@ class EventLog:
             is_new = not blocks
             blocks[block] = place
             if is_new:
-                last = runs[-1] if runs else None
-                if last and last[0] == group and last[1][-1][1].hash == place.parent:
-                    last[1].append((block, place))
-                else:
-                    runs.append((group, [(block, place)]))
-        for group, run in runs:
-            self._add(
-                StoredRun(
-                    group=group,
-                    hashes=tuple(place.hash for _, place in run),
-                    blocks=tuple(block for block, _ in run),
-                    indexes=tuple(place.index for _, place in run),
-                    parent=run[0][1].parent,
-                )
-            )
+                fresh.append((group, block, place))
+        for run in _runs(fresh):
+            self._add(run)
 
     def _removed(self, event: Removed) -> None:
         gone = []
@@ -192,3 +180,23 @@ class EventLog:
         self._events.append(NumberedChange(number=self.last_number, change=change))
         if len(self._events) > self.max_events:
             self._events.popleft()
+
+
+def _runs(rows: list[tuple[int, int, _Place]]) -> Iterator[StoredRun]:
+    """Joins (group, block, place) rows into runs in which each digest's parent is the one before it."""
+    begin = 0
+    for end in range(1, len(rows) + 1):
+        if end < len(rows):
+            (group, _, place), (last_group, _, last) = rows[end], rows[end - 1]
+            if group == last_group and place.parent == last.hash and end - begin < MAX_RUN:
+                continue
+        run = rows[begin:end]
+        yield StoredRun(
+            group=run[0][0],
+            hashes=tuple(place.hash for _, _, place in run),
+            blocks=tuple(block for _, block, _ in run),
+            indexes=tuple(place.index for _, _, place in run),
+            parent=run[0][2].parent,
+            token_ids=tuple(token for _, _, place in run for token in place.token_ids),
+        )
+        begin = end

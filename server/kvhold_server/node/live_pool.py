@@ -1,13 +1,17 @@
 """An open pool: its plan, memory and blocks, and what the daemon counts about it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.plan import Plan
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import Region
+from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import PoolIdentity
+from kvhold_server.node.journal import BlockJournal
 from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.values import Completed, Event, Removed, Stored
 
 ALLOCATION_RESULTS = (
     "ok", "out_of_blocks", "not_tried", "no_budget", "hit_conflict", "state_not_ready", "never_fits", "quota", "error"
@@ -64,10 +68,25 @@ class LivePool:
     opened_at_s: float
     recovery: RecoveryReport
     content_generation: int = 1
+    is_deleted: bool = False
+    is_claimed: bool = True  # False: recovered after a restart, and nobody has opened it since
+    journal: BlockJournal | None = None  # None: its memory does not outlive the daemon
     members: set[SessionId] = field(default_factory=set)  # sessions of this pool, dead ones that still wait included
+    events: EventLog
     totals: PoolTotals = field(default_factory=PoolTotals)
     quotas: dict[str, int] = field(default_factory=dict)  # tenant → blocks
     preempted: dict[tuple[int, int], None] = field(default_factory=dict)  # (slot, sequence), oldest first
+
+    def note(self, completed: Completed | None, events: Collection[Event], clear_reason: str = "RESET") -> None:
+        """Tells everybody who follows the pool's index what one call of the pool did to it."""
+        for event in events:
+            if isinstance(event, Stored):
+                self.totals.num_published_blocks += len(event.hashes)
+            elif isinstance(event, Removed):
+                self.totals.num_evicted_blocks += len(event.hashes)
+        self.events.absorb(completed, events, clear_reason)
+        if self.journal is not None:
+            self.journal.absorb(completed, events)
 
     @property
     def num_ranks(self) -> int:

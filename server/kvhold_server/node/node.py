@@ -30,7 +30,9 @@ from kvhold_server.node.errors import (
     RegionSizeMismatch,
     TooManyPools,
     TooManyPoolSessions,
+    TooManyTenants,
 )
+from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool, RecoveryReport
 from kvhold_server.node.opening import (
@@ -38,16 +40,20 @@ from kvhold_server.node.opening import (
     Opening,
     OpenPoolCommand,
     check_expected,
-    check_same,
+    mismatch_of,
     region_requests,
 )
 from kvhold_server.node.pool_config_builder import build_pool_config
+from kvhold_server.node.quotas import held_by_tenant
 from kvhold_server.node.reaping import Reaper
+from kvhold_server.node.recovering import Recovering, no_sequences
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.node.steps import apply_step
 from kvhold_server.node.telemetry import Telemetry
+from kvhold_server.node.warm_restart import MadePool, WarmRestart
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.values import SessionUse
+from kvhold_server.pool.restore import HeldSequence
+from kvhold_server.pool.values import Cleared, SessionUse
 from kvhold_server.sessions.errors import BootIdMismatch
 from kvhold_server.sessions.lease import LeaseTerms
 from kvhold_server.sessions.session import Credentials, EndCause, OpenRequest, Session, StreamId
@@ -71,6 +77,14 @@ class Closed:
 
     num_sequences: int = 0
     num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetReport:
+    """What a reset did, and who holds blocks that can no longer be hit."""
+
+    num_reset_blocks: int
+    holders: tuple[Session, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +116,9 @@ class Node:
         default_backend: str,
         terms: LeaseTerms,
         limits: ServiceLimits,
+        warm: WarmRestart | None = None,
     ) -> None:
+        """`warm`: what outlives the daemon is kept there; None: nothing does."""
         self.boot_id = shell.boot_id
         self.limits = limits
         self.backends = backends
@@ -116,7 +132,11 @@ class Node:
             terms=terms,
             limits=SessionLimits(max_sessions=limits.max_sessions, max_sessions_per_tenant=limits.max_sessions),
             watch=self.watch,
+            on_change=warm.session_changed if warm is not None else None,
+            on_gone=warm.session_gone if warm is not None else None,
         )
+        self.warm = warm
+        self.recovering = Recovering(self.sessions)
         self._shell = shell
         self._busy: dict[PoolName, str] = {}  # pools that are being opened or deleted → which of the two
         self._reaper = Reaper(self.sessions, self.pools)
@@ -134,15 +154,17 @@ class Node:
         self._check_name(command.name)
         self._check_busy(command.name)
         live = self.pools.get(command.name)
+        mismatch = mismatch_of(live, command) if live is not None else None
         if live is not None:
-            check_expected(command, live.identity.plan_fingerprint)
-            check_same(live, command)
-            return OpenedPool(live=live, recovery=None)
+            if mismatch is None:
+                return self._attached(live)
+            if not self._may_replace(live, command):
+                raise mismatch
         self._check_admitting()
         if command.only_attaches:
             raise PlanRequired(command.name)
         check_expected(command, command.identity.plan_fingerprint)
-        if len(self.pools) + len(self._busy) >= self.limits.max_pools:
+        if live is None and len(self.pools) + len(self._busy) >= self.limits.max_pools:
             raise TooManyPools(len(self.pools) + len(self._busy), self.limits.max_pools)
         if command.options.backend not in self.backends:
             raise BackendUnknown(command.options.backend, ", ".join(self.backends))
@@ -151,22 +173,35 @@ class Node:
         requests = region_requests(command, num_devices)
         config = build_pool_config(command.plan, command.options, command.content)
         self._busy[command.name] = "being opened"
-        return Opening(command=command, config=config, requests=requests, begun_at_s=self.now_s)
+        opening = Opening(command=command, config=config, requests=requests, begun_at_s=self.now_s)
+        if live is None or mismatch is None:
+            return opening
+        self._retire(live)
+        return replace(opening, replaces=live, fresh_reason=mismatch.reason(), fresh_detail=str(mismatch))
 
-    def finish_open_pool(self, opening: Opening, regions: tuple[Region, ...]) -> OpenedPool:
+    def make_pool(self, opening: Opening, regions: tuple[Region, ...]) -> MadePool:
+        """The pool's blocks, and the files that outlive the daemon. Slow, and safe in a thread."""
+        if self.warm is None:
+            report = RecoveryReport(outcome="fresh", reason=opening.fresh_reason, detail=opening.fresh_detail)
+            return MadePool(pool=Pool(opening.config), journal=None, recovery=report)
+        return self.warm.make(opening, self.backends[opening.command.options.backend], regions)
+
+    def finish_open_pool(self, opening: Opening, regions: tuple[Region, ...], made: MadePool) -> OpenedPool:
         """Publishes the pool with its memory. Does not fail once `begin_open_pool` accepted."""
         command = opening.command
-        recovery = RecoveryReport(outcome="fresh", reason="NEW_POOL", duration_s=self.now_s - opening.begun_at_s)
+        recovery = replace(made.recovery, duration_s=self.now_s - opening.begun_at_s)
         try:
             live = LivePool(
                 name=command.name,
                 plan=command.plan,
                 identity=command.identity,
                 config=opening.config,
-                pool=Pool(opening.config),
+                pool=made.pool,
+                journal=made.journal,
                 regions=regions,
                 opened_at_s=self.now_s,
                 recovery=recovery,
+                events=EventLog(config=opening.config, max_events=self.limits.max_event_buffer),
             )
             self.pools[command.name] = live
         finally:
@@ -197,7 +232,8 @@ class Node:
         for session in self.sessions.sessions(live.name):
             self.sessions.kill(session.session_id, self.now_s)
         self.watch.drop_pool(live.name)
-        del self.pools[live.name]
+        live.events.absorb(None, [Cleared()], "POOL_DELETED")
+        self._retire(live)
         self._busy[live.name] = "being deleted"
         return live
 
@@ -206,7 +242,13 @@ class Node:
         del self._busy[live.name]
 
     def update_content(
-        self, name: str, expected_generation: int, content: ContentIdentity, *, even_if_shared: bool
+        self,
+        name: str,
+        expected_generation: int,
+        content: ContentIdentity,
+        *,
+        even_if_shared: bool,
+        message: bytes = b"",
     ) -> tuple[int, int]:
         """Returns (new generation, blocks fenced). Raises GenerationConflict, PoolInUse."""
         live = self.pool(name)
@@ -215,8 +257,11 @@ class Node:
         others = self.sessions.num_open(live.name)
         if others > 1 and not even_if_shared:
             raise PoolInUse(name, others, self.watch.num_mappings(live.name))
+        if self.warm is not None and live.journal is not None:
+            self.warm.save_content(live.name, live.journal, content, message, expected_generation + 1)
         fenced = len({block for _, _, blocks in live.pool.describe().cache for block in blocks})
         live.pool.reset(force=True)
+        live.note(None, live.pool.take_events(), "CONTENT_UPDATED")
         live.content_generation += 1
         live.identity = replace(live.identity, content=content)
         return live.content_generation, fenced
@@ -263,12 +308,19 @@ class Node:
         self.watch.gone(watch_id)
 
     # ---------------------------------------------------------------- sessions
-    def open_session(self, request: OpenRequest, resume_token: str) -> Opened:
-        """Opens or resumes. Raises PoolNotFound, ResumeRefused, TooManySessions, Draining, InvalidField."""
+    def open_session(
+        self, request: OpenRequest, resume_token: str, held: Callable[[LivePool], list[HeldSequence]] = no_sequences
+    ) -> Opened:
+        """Opens or resumes; `held` matters only to a session of before a restart.
+
+        Raises PoolNotFound, ResumeRefused, TooManySessions, Draining, InvalidField."""
         live = self.pool(request.pool)
         credentials = Credentials(session_id=SessionId(self._shell.new_secret()), resume_token=self._shell.new_secret())
         if resume_token:
-            return self.sessions.resume(live.name, resume_token, credentials, self.now_s)
+            opened = self.sessions.resume(live.name, resume_token, credentials, self.now_s)
+            if opened.must_reassert:
+                return replace(opened, lost_sequence_ids=self.recovering.take_up(live, opened.session, held(live)))
+            return opened
         self._check_admitting()
         num_sessions = self.sessions.num_open(live.name)
         if num_sessions >= self.limits.max_sessions_per_pool:
@@ -308,6 +360,8 @@ class Node:
         """Looks at leases and cleans up after the dead, a slice at a time. True: call again soon, there is more."""
         for session in self.sessions.expire(self.now_s):
             self._ended(session)
+        if self.recovering.pools:
+            self.recovering.settle(self.now_s)
         return self._reaper.work(self.now_s)
 
     def session_use(self, session: Session) -> SessionUse:
@@ -319,8 +373,38 @@ class Node:
 
     # ------------------------------------------------------------------ blocks
     def step(self, session: Session, command: StepCommand) -> StepAnswer:
-        """Applies one step of a fenced session. Raises StepOutOfOrder, TooManyOpenSteps."""
-        return apply_step(self.pools[session.pool], session, command, self.now_s)
+        """Applies one step of a fenced session. Raises StepOutOfOrder, TooManyOpenSteps, PoolRecovering."""
+        if self.recovering.pools:
+            self.recovering.check(session.pool, command, self.now_s)
+        live = self.pools[session.pool]
+        return apply_step(live, session, command, self.now_s, self._quota_left(live, session.request.tenant))
+
+    def reset_cache(self, name: str, *, force: bool) -> ResetReport:
+        """Forgets every cached prefix. Raises BlocksInUse unless forced."""
+        live = self.pool(name)
+        num_hashed = len(live.pool.published().blocks) + live.pool.counts().provisional
+        holders = {slot for slot, _ in live.pool.reset(force=force)}
+        live.note(None, live.pool.take_events(), "RESET")
+        kept = [session for session in self.sessions.sessions(live.name) if session.slot in holders]
+        return ResetReport(num_reset_blocks=num_hashed, holders=tuple(kept))
+
+    def evict_blocks(self, name: str, block_ids: list[int]) -> int:
+        """Drops the hashes of blocks, held or not. Returns how many had one."""
+        live = self.pool(name)
+        num_evicted = live.pool.evict(block_ids)
+        live.note(None, live.pool.take_events())
+        return num_evicted
+
+    def set_quota(self, name: str, tenant: str, max_held_blocks: int) -> int:
+        """Bounds a tenant; 0: no longer. Returns what it holds now. Raises TooManyTenants."""
+        live = self.pool(name)
+        if not max_held_blocks:
+            live.quotas.pop(tenant, None)
+        elif tenant not in live.quotas and len(live.quotas) >= self.limits.max_tenants:
+            raise TooManyTenants(name, len(live.quotas), self.limits.max_tenants)
+        else:
+            live.quotas[tenant] = max_held_blocks
+        return held_by_tenant(live, self.sessions.sessions(live.name), tenant)
 
     # ------------------------------------------------------------------- drain
     def begin_drain(self, deadline_s: float) -> None:
@@ -334,6 +418,28 @@ class Node:
         return max(0.0, self.drain.deadline_at_s - self.now_s)
 
     # ----------------------------------------------------------------- private
+    def _attached(self, live: LivePool) -> OpenedPool:
+        """The first who opens a pool after a restart learns what was kept."""
+        recovery = None if live.is_claimed else live.recovery
+        live.is_claimed = True
+        return OpenedPool(live=live, recovery=recovery)
+
+    def _may_replace(self, live: LivePool, command: OpenPoolCommand) -> bool:
+        """A recovered pool that nobody uses gives way to what is wanted now."""
+        may_resume = any(session.token_digest for session in self.sessions.sessions(live.name))
+        is_used = live.is_claimed or may_resume or self.watch.num_mappings(live.name)
+        return not is_used and not command.only_attaches
+
+    def _retire(self, live: LivePool) -> None:
+        """Out of service, here and for a successor; its regions are still held."""
+        live.is_deleted = True
+        del self.pools[live.name]
+        if live.journal is not None:
+            live.journal.end(is_clean=False)
+            live.journal = None
+        if self.warm is not None:
+            self.warm.forget_pool(live.name)
+
     def _ended(self, session: Session) -> Closed:
         live = self.pools[session.pool]
         cause = session.end_cause
@@ -341,13 +447,21 @@ class Node:
         live.totals.sessions_ended[cause.value] += 1
         before = live.pool.counts()
         if cause is EndCause.CLOSED:
+            completed = live.pool.complete(session.slot, session.steps.last_step) if session.steps.last_step else None
             live.pool.close_session(session.slot)
+            live.note(completed, live.pool.take_events())
         else:
             live.pool.kill_session(session.slot)
             live.totals.num_reaped_sessions += 1
         self._reaper.began(session)
         after = live.pool.counts()
         return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))
+
+    def _quota_left(self, live: LivePool, tenant: str) -> int | None:
+        quota = live.quotas.get(tenant)
+        if quota is None:
+            return None
+        return quota - held_by_tenant(live, self.sessions.sessions(live.name), tenant)
 
     def _check_name(self, name: str) -> None:
         if not POOL_NAME.fullmatch(name):

@@ -7,6 +7,7 @@ begin ──▶ Attached                                 somebody has it open, a
 
 from dataclasses import dataclass, field
 
+from kvhold_server.domain.errors import PreconditionFailed
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.plan import Plan
 from kvhold_server.domain.pool_config import PoolConfig
@@ -27,6 +28,7 @@ class OpenPoolCommand:
     options: PoolOptions
     expected_plan_fingerprint: str = ""
     memory_wait_s: float = 0.0
+    message: bytes = b""  # the request itself, opaque here: a restarted daemon opens the pool again from it
 
     @property
     def only_attaches(self) -> bool:
@@ -50,6 +52,9 @@ class Opening:
     config: PoolConfig
     requests: tuple[RegionRequest, ...]
     begun_at_s: float
+    replaces: LivePool | None = None  # a recovered pool that nobody claimed, and that is not what is asked for now
+    fresh_reason: str = "NEW_POOL"
+    fresh_detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,16 @@ def region_requests(command: OpenPoolCommand, num_devices: int) -> tuple[RegionR
             size = plan.host_region_size_bytes
             found.append(RegionRequest(pool=command.name, rank=rank, device_index=device, size_bytes=size, host=True))
     return tuple(found)
+
+
+def mismatch_of(live: LivePool, command: OpenPoolCommand) -> PreconditionFailed | None:
+    """Why the command cannot attach to this pool, naming the first difference; None if it can."""
+    try:
+        check_expected(command, live.identity.plan_fingerprint)
+        check_same(live, command)
+    except PreconditionFailed as mismatch:
+        return mismatch
+    return None
 
 
 def check_same(live: LivePool, command: OpenPoolCommand) -> None:

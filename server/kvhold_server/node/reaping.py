@@ -35,6 +35,8 @@ class Reaper:
             if session.state is SessionState.REAPING:
                 if pool is None or pool.reap(session.slot, MAX_BLOCKS_PER_SLICE):
                     self._sessions.reaped(session.session_id)
+                if live is not None:
+                    live.note(None, live.pool.take_events())
                 return True
             if session.state is SessionState.WAITING:
                 self._sessions.try_release(session.session_id, now_s)

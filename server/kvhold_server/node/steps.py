@@ -12,33 +12,44 @@ extend, the step is applied in two calls of the same number.
 from dataclasses import replace
 
 from kvhold_server.node.live_pool import LivePool, PoolTotals
+from kvhold_server.node.quotas import apply_quota
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.pool.errors import HashesMissing, NeverFits, UnknownSequence
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.values import Bound, FreeColumns, Removed, Status, StepInput, StepOutput, Stored
+from kvhold_server.pool.values import Bound, FreeColumns, Removed, Status, StepInput, StepOutput
 from kvhold_server.sessions.session import Session
 
 MAX_REMEMBERED_PREEMPTIONS = 65_536
 
 
-def apply_step(live: LivePool, session: Session, command: StepCommand, now_s: float) -> StepAnswer:
-    """Raises StepOutOfOrder, TooManyOpenSteps; then nothing was applied."""
+def apply_step(
+    live: LivePool, session: Session, command: StepCommand, now_s: float, quota_left: int | None = None
+) -> StepAnswer:
+    """`quota_left`: blocks that the tenant may still take; None: unbounded.
+
+    Raises StepOutOfOrder, TooManyOpenSteps; then nothing was applied.
+    """
     items = command.items
     stored = session.steps.begin(items.step, command.part, items.completed_step)
     if isinstance(stored, StepAnswer):
         live.totals.num_replayed_steps += 1
         return replace(stored, replayed=True)
     remember_preempted(live, session.slot, command)
+    quota_limited = quota_left is not None and apply_quota(live, session.slot, items, quota_left)
+    if live.journal is not None and live.journal.unverified:
+        live.journal.verify(items.admit.hashes)
     if command.invalidate:
         output = _step_around_invalidation(live, session.slot, command, now_s)
     else:
         output = live.pool.step(session.slot, items, now_s=now_s)
-    count_step(live.totals, output)
+    count_items(live.totals, output, quota_limited=quota_limited)
+    live.note(output.completed, output.events)
     answer = StepAnswer(
         output=output,
         counts=live.pool.counts(),
         num_available_blocks=live.pool.available(session.slot),
         num_groups=len(live.config.groups),
+        quota_limited=quota_limited,
     )
     if command.report_evictions:
         answer.evicted_hashes = evicted_hashes(output)
@@ -73,28 +84,26 @@ def evicted_hashes(output: StepOutput) -> list[bytes]:
     ]
 
 
-def count_step(totals: PoolTotals, output: StepOutput) -> None:
-    """Adds a step to the pool's counters."""
+def count_items(totals: PoolTotals, output: StepOutput, *, quota_limited: bool = False) -> None:
+    """Adds a step's items to the pool's counters."""
     totals.num_steps += 1
+    results = totals.allocations
     for status in output.extend_status:
-        totals.allocations["ok" if status == Status.OK else allocation_result(status, 0)] += 1
+        results["ok" if status == Status.OK else allocation_result(status, 0, quota_limited)] += 1
     for status, bound in zip(output.admit_status, output.admit_bound, strict=True):
-        totals.allocations["ok" if status == Status.OK else allocation_result(status, bound)] += 1
+        results["ok" if status == Status.OK else allocation_result(status, bound, quota_limited)] += 1
     for (part, _), error in output.errors.items():
         if part in ("admit", "extend") and isinstance(error, NeverFits):
             totals.allocations["error"] -= 1
             totals.allocations["never_fits"] += 1
-    for event in output.events:
-        if isinstance(event, Stored):
-            totals.num_published_blocks += len(event.hashes)
-        elif isinstance(event, Removed):
-            totals.num_evicted_blocks += len(event.hashes)
 
 
-def allocation_result(status: int, bound: int) -> str:
+def allocation_result(status: int, bound: int, quota_limited: bool) -> str:
     """The word for an item that got nothing."""
     if status == Status.REFUSED:
-        return "state_not_ready" if bound == Bound.STATE_NOT_WRITTEN else "out_of_blocks"
+        if bound == Bound.STATE_NOT_WRITTEN:
+            return "state_not_ready"
+        return "quota" if quota_limited else "out_of_blocks"
     if status == Status.NOT_TRIED:
         return "no_budget" if bound == Bound.BUDGET else "not_tried"
     return "hit_conflict" if status == Status.CONFLICT else "error"
@@ -112,6 +121,7 @@ def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand, n
     drop_hashes(live, slot, command)
     rest = replace(items, free=FreeColumns())
     output = live.pool.step(slot, rest, now_s=now_s)
+    output.completed = freed.completed
     output.free_status, output.free_counts = freed.free_status, freed.free_counts
     output.events[:0] = [*freed.events, *live.pool.take_events()]
     output.copies[:0] = freed.copies

@@ -36,7 +36,8 @@ class ResumeTokens:
     def restore(self, session: Session, digest: bytes, previous: bytes = b"") -> None:
         """The session's tokens as a record remembers them: the newest, and the one before it while it may be needed."""
         session.token_digest, session.previous_token_digest = digest, previous
-        self._sessions[digest] = session
+        if digest:
+            self._sessions[digest] = session
         if previous:
             self._sessions[previous] = session
 

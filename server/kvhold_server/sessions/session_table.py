@@ -11,6 +11,7 @@ of the pool's cleaning:
         RELEASING  pool.release_quarantine(slot, n) done → table.released(id)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvhold_server.domain.errors import InvalidField
@@ -46,6 +47,7 @@ class Opened:
     resume_token: str
     is_new: bool  # False: a retried open, or a resume
     must_reassert: bool = False  # a resume after a restart: apply what the client says it holds, then `reasserted`
+    lost_sequence_ids: tuple[int, ...] = ()  # what could not be given back to it then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,16 @@ class SessionTable:
         terms: LeaseTerms | None = None,
         limits: SessionLimits | None = None,
         watch: WorkerWatch | None = None,
+        on_change: Callable[[Session], None] | None = None,
+        on_gone: Callable[[Session], None] | None = None,
     ) -> None:
+        """`on_change`: a session was opened, resumed or ended; `on_gone`: it is settled. Both must not fail."""
         self.terms = terms or LeaseTerms()
         self.limits = limits or SessionLimits()
         self.watch = watch or WorkerWatch()
         self._boot_id = boot_id
+        self._on_change = on_change or _nobody
+        self._on_gone = on_gone or _nobody
         self._sessions: dict[str, Session] = {}  # in order of opening
         self._tokens = ResumeTokens()
         self._by_request: dict[RequestKey, Session] = {}
@@ -105,6 +112,7 @@ class SessionTable:
         self._tokens.give(session, credentials.resume_token)
         if request.request_id:
             self._by_request[request.key] = session
+        self._on_change(session)
         return Opened(session=session, resume_token=credentials.resume_token, is_new=True)
 
     def resume(self, pool: PoolName, token: str, credentials: Credentials, now_s: float) -> Opened:
@@ -123,6 +131,7 @@ class SessionTable:
         session.stream = StreamId(session.stream + 1)  # whatever the old streams still report is past
         session.stream_ended_at_s = now_s
         self._tokens.give(session, credentials.resume_token, shown=token)
+        self._on_change(session)
         return Opened(
             session=session,
             resume_token=credentials.resume_token,
@@ -240,6 +249,7 @@ class SessionTable:
         self._ends[session_id] = _End(session.epoch, session.end_cause)
         if len(self._ends) > self.limits.max_remembered_ends:
             del self._ends[next(iter(self._ends))]
+        self._on_gone(session)
 
     # ------------------------------------------------------------------ questions
     def sessions(self, pool: PoolName | None = None) -> list[Session]:
@@ -344,6 +354,7 @@ class SessionTable:
         self._dead[session.session_id] = session
         self._tokens.forget(session)
         self._by_request.pop(session.request.key, None)
+        self._on_change(session)
 
     def _judge(self, session: Session, now_s: float) -> Verdict:
         facts = DeathFacts(
@@ -363,3 +374,7 @@ class SessionTable:
 
     def _move(self, session: Session, event: SessionEvent) -> None:
         session.state = after(session.state, event)
+
+
+def _nobody(session: Session) -> None:
+    """Who follows the sessions, if nobody does."""

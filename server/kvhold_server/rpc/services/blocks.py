@@ -3,11 +3,14 @@
 The `answer_*` methods need no gRPC at all, so that another transport can serve the same messages.
 """
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold.v1 import block_pb2_grpc
 from kvhold_server.node.node import Node
+from kvhold_server.node.recovering import PoolRecovering
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.pool.values import LookupColumns
 from kvhold_server.rpc.pool_codec import wire_shape
@@ -21,6 +24,10 @@ from kvhold_server.rpc.step_answers import (
 )
 from kvhold_server.rpc.step_codec import decode_lookup, decode_step
 
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+MAX_RECOVERY_POLLS = 1000  # of 20 ms; a caller's own deadline ends the wait earlier
 OBSERVER = 0  # sees what every session sees
 
 
@@ -32,19 +39,28 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
 
     # ------------------------------------------------------------------ gRPC
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return self.answer_step(request)
+        return await self._when_recovered(self.answer_step, request)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return self.answer_lookup(request)
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
-        return self.answer_allocate(request)
+        return await self._when_recovered(self.answer_allocate, request)
 
     async def Publish(self, request: pb.PublishRequest, context: Any) -> pb.PublishResponse:
         return self.answer_publish(request)
 
     async def Free(self, request: pb.FreeRequest, context: Any) -> pb.FreeResponse:
         return self.answer_free(request)
+
+    async def _when_recovered(self, answer: Callable[[Request], Answer], request: Request) -> Answer:
+        """After a restart, what allocates waits until all sessions have said what they hold: a pause, no error."""
+        for _ in range(MAX_RECOVERY_POLLS):
+            try:
+                return answer(request)
+            except PoolRecovering as error:
+                await asyncio.sleep(error.retry_after_s)
+        return answer(request)
 
     # --------------------------------------------------------- without gRPC
     def answer_step(self, request: pb.StepRequest) -> pb.StepResponse:

@@ -1,11 +1,14 @@
 """PoolService. Slow work (planning, memory) runs in threads between the node's two phases; see node/opening.py."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvhold.v1 import plan_pb2, pool_pb2_grpc
 from kvhold.v1 import pool_pb2 as pb
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.plan import Plan
+from kvhold_server.memory.backend import Region
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.node.node import Node
 from kvhold_server.node.opening import OpenedPool, Opening
@@ -39,6 +42,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
         node = self._node
         plan = await in_thread(lambda: make_plan(request.plan, node.limits)) if request.HasField("plan") else None
         command = decode_open_pool(request, plan, node.default_backend, node.limits)
+        command = replace(command, message=request.SerializeToString())
         begun = node.begin_open_pool(command)
         opened = await self._make(begun) if isinstance(begun, Opening) else begun
         return self._opened(opened)
@@ -103,6 +107,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
             request.expected_generation,
             decode_content(request.content),
             even_if_shared=request.even_if_shared,
+            message=request.content.SerializeToString(),
         )
         return pb.UpdateContentResponse(
             boot_id=self._node.boot_id, content_generation=generation, num_fenced_blocks=num_fenced
@@ -112,16 +117,17 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
     async def _make(self, opening: Opening) -> OpenedPool:
         """The slow middle of opening. A caller that hangs up undoes it like a failure does."""
         command = opening.command
+        regions: tuple[Region, ...] = ()
         try:
+            if opening.replaces is not None:
+                await self._keeper.release(opening.replaces.identity.options.backend, opening.replaces.regions)
             regions = await self._keeper.reserve(command.options.backend, opening.requests, command.memory_wait_s)
+            made = await in_thread(partial(self._node.make_pool, opening, regions))
         except BaseException:
             self._node.abort_open_pool(opening)
-            raise
-        try:
-            return self._node.finish_open_pool(opening, regions)
-        except BaseException:
             await self._keeper.release(command.options.backend, regions)
             raise
+        return self._node.finish_open_pool(opening, regions, made)
 
     def _opened(self, opened: OpenedPool) -> pb.OpenPoolResponse:
         recovery = opened.recovery

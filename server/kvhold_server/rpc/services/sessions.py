@@ -1,13 +1,16 @@
 """SessionService: opening, the KeepAlive stream that a session's life hangs on, closing, listing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from itertools import accumulate
 from typing import Any
 
 from kvhold.v1 import session_pb2 as pb
 from kvhold.v1 import session_pb2_grpc
 from kvhold_server.domain.errors import InvalidField
 from kvhold_server.domain.ids import PoolName
+from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.node.node import Node
+from kvhold_server.pool.restore import HeldSequence
 from kvhold_server.rpc.pool_codec import duration
 from kvhold_server.sessions.lease import SessionState
 from kvhold_server.sessions.session import OpenRequest, Session
@@ -24,9 +27,15 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         node = self._node
-        opened = node.open_session(_open_request(request, node.limits.max_name_length), request.resume_token)
+        opened = node.open_session(
+            _open_request(request, node.limits.max_name_length),
+            request.resume_token,
+            lambda live: decode_held(request.held, live.identity.options.hash_size_bytes, node.limits),
+        )
         session, terms = opened.session, node.sessions.terms
         outcome = pb.OPEN_SESSION_OUTCOME_RESUMED if request.resume_token else pb.OPEN_SESSION_OUTCOME_OPENED
+        if opened.must_reassert:
+            outcome = pb.OPEN_SESSION_OUTCOME_REASSERTED
         return pb.OpenSessionResponse(
             boot_id=node.boot_id,
             session_id=session.session_id,
@@ -37,6 +46,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             outcome=outcome,
             last_step=session.steps.last_step,
             last_part=session.steps.last_part,
+            lost_sequence_ids=opened.lost_sequence_ids,
         )
 
     async def KeepAlive(
@@ -100,6 +110,34 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             pid=session.request.pid,
             quarantine_reason=node.sessions.quarantine_reason(session.session_id, node.now_s),
         )
+
+
+def decode_held(messages: Iterable[pb.HeldSequence], hash_size_bytes: int, limits: ServiceLimits) -> list[HeldSequence]:
+    """What a client says it holds after a restart. Raises InvalidField."""
+    held = []
+    for i, m in enumerate(messages):
+        path = f"held[{i}]"
+        if i >= limits.max_held_sequences:
+            raise InvalidField("held", f"more than {i} entries", f"must be at most {limits.max_held_sequences}")
+        if sum(m.num_blocks) != len(m.block_ids) or min(m.num_blocks, default=0) < 0:
+            raise InvalidField(f"{path}.num_blocks", sum(m.num_blocks), f"must add up to {len(m.block_ids)} block_ids")
+        if len(m.hashes) % hash_size_bytes:
+            rule = f"must be a multiple of {hash_size_bytes} bytes"
+            raise InvalidField(f"{path}.hashes", f"{len(m.hashes)} bytes", rule)
+        if min(m.num_tokens, m.num_prompt_tokens, m.publish_tokens) < 0:
+            raise InvalidField(f"{path}.num_tokens", m.num_tokens, "must not be negative, nor the other counts")
+        ends = list(accumulate(m.num_blocks))
+        held.append(
+            HeldSequence(
+                sequence_id=m.sequence_id,
+                num_tokens=m.num_tokens,
+                num_prompt_tokens=m.num_prompt_tokens,
+                publish_tokens=m.publish_tokens,
+                tables=[list(m.block_ids[end - num : end]) for end, num in zip(ends, m.num_blocks, strict=True)],
+                hashes=[m.hashes[at : at + hash_size_bytes] for at in range(0, len(m.hashes), hash_size_bytes)],
+            )
+        )
+    return held
 
 
 def _open_request(request: pb.OpenSessionRequest, max_name_length: int) -> OpenRequest:

@@ -1,0 +1,32 @@
+"""Quotas: what a tenant's sessions may hold of a pool together.
+
+A quota is turned into free blocks that a step must leave alone, so that the pool's own all-or-nothing rule enforces it:
+
+    free for the session   ├────────── available ──────────┤
+    left of the quota      ├── left ──┤
+    to leave free                      ├──── reserved ─────┤       constant in a step: what it frees counts
+
+Blocks that others hold already are shared, not taken: hitting them costs no quota.
+"""
+
+from kvhold_server.node.live_pool import LivePool
+from kvhold_server.pool.values import StepInput
+from kvhold_server.sessions.session import Session
+
+
+def held_by_tenant(live: LivePool, sessions: list[Session], tenant: str) -> int:
+    """Blocks in tables of the tenant's sessions, each session's counted once. O(those blocks)."""
+    own = [session for session in sessions if session.request.tenant == tenant and session.session_id in live.members]
+    uses = [live.pool.use_of(session.slot) for session in own]
+    return sum(use.num_held_blocks + use.num_quarantined_blocks for use in uses)
+
+
+def apply_quota(live: LivePool, slot: int, items: StepInput, num_left_blocks: int) -> bool:
+    """Raises the items' reserved blocks so that at most `num_left_blocks` are taken. True if that is a real bound."""
+    reserved = live.pool.available(slot) - max(0, num_left_blocks)
+    if reserved <= 0:
+        return False
+    for columns in (items.extend, items.admit):
+        given = columns.reserved_blocks or [0] * len(columns.sequence_ids)
+        columns.reserved_blocks = [max(value, reserved) for value in given]
+    return True

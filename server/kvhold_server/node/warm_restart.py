@@ -1,0 +1,221 @@
+"""What of a node survives its daemon, and how a successor finds it again.
+
+    <state directory>/pools/x.json      how pool x was asked for, its regions' files         PoolManifest
+    <state directory>/pools/x.blocks    a record per block of it                             BlockTable
+    <state directory>/sessions          open sessions: ids, epochs, digests of tokens        SessionRecords
+
+    made       regions reserved ─▶ table created ─▶ manifest saved ─▶ the pool is answered
+    restart    manifest read ─▶ regions adopted ─▶ table scanned ─▶ pool filled ─▶ sessions may resume
+    deleted    manifest and table deleted ─▶ regions released
+
+Only named memory outlives a daemon; pools elsewhere have no journal. Whatever does not fit is dropped with the reason,
+and the pool begins fresh.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvhold_server.domain.ids import PoolName
+from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.memory.backend import MemoryBackend, Region
+from kvhold_server.memory.block_table import BlockTable
+from kvhold_server.memory.block_table_header import TableIdentity, identity_digest
+from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
+from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
+from kvhold_server.memory.session_records import SessionRecord, SessionRecords
+from kvhold_server.node.identity import ContentIdentity
+from kvhold_server.node.journal import BlockJournal
+from kvhold_server.node.live_pool import RecoveryReport
+from kvhold_server.node.opening import Opening, OpenPoolCommand
+from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.restore import restore_cached
+from kvhold_server.pool.values import Completed
+from kvhold_server.sessions.session import EndCause, Session
+
+PERSISTENT_BACKENDS = ("posix_shm",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadePool:
+    """A pool with its journal, ready to be published."""
+
+    pool: Pool
+    journal: BlockJournal | None
+    recovery: RecoveryReport
+
+
+class WarmRestart:
+    """Owner of the state directory."""
+
+    def __init__(self, state_directory: Path, *, max_sessions: int, hit: Callable[[str], None] | None = None) -> None:
+        """Reads what a former daemon left. Raises OSError, ShmTooSmall, SystemCallFailed."""
+        self.manifests = ManifestDirectory(state_directory)
+        self.records, self.former_sessions = SessionRecords.open(
+            state_directory / "sessions", max_sessions=max_sessions, hit=hit
+        )
+        self.lost: dict[PoolName, tuple[str, str]] = {}  # pools that could not be offered again → reason, detail
+        self._hit = hit
+
+    # ------------------------------------------------------------------- pools
+    def make(self, opening: Opening, backend: MemoryBackend, regions: Sequence[Region]) -> MadePool:
+        """A fresh pool with an empty table, in place of whatever the name had. Slow (files); touches nothing shared."""
+        command = opening.command
+        reason, detail = self.lost.pop(command.name, (opening.fresh_reason, opening.fresh_detail))
+        pool = Pool(opening.config)
+        if not is_persistent(command):
+            report = RecoveryReport(outcome="fresh", reason=reason, detail=detail)
+            return MadePool(pool=pool, journal=None, recovery=report)
+        files = _region_files(backend, regions)
+        manifest = _manifest(command, files)
+        table = BlockTable.create(
+            self.manifests.table_path(command.name),
+            _identity(command, manifest),
+            num_blocks=opening.config.num_blocks,
+            hash_size_bytes=command.options.hash_size_bytes,
+            hit=self._hit,
+        )
+        self.manifests.save(manifest)
+        journal = _journal(command, pool, table, backend, regions)
+        return MadePool(
+            pool=pool, journal=journal, recovery=RecoveryReport(outcome="fresh", reason=reason, detail=detail)
+        )
+
+    def recover(self, opening: Opening, backend: MemoryBackend, regions: Sequence[Region]) -> MadePool:
+        """The pool as a former daemon recorded it. Raises BlockTableUnusable."""
+        command = opening.command
+        manifest = _manifest(command, _region_files(backend, regions))
+        table = BlockTable.open(
+            self.manifests.table_path(command.name),
+            _identity(command, manifest),
+            num_blocks=opening.config.num_blocks,
+            hash_size_bytes=command.options.hash_size_bytes,
+            hit=self._hit,
+        )
+        found = table.scan()
+        pool = Pool(opening.config)
+        recorded = Completed(blocks=found.blocks, groups=found.groups, hashes=found.hashes, key_tokens=found.key_tokens)
+        refused = restore_cached(pool, recorded, found.order)
+        table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
+        table.mark_clean(False)
+        journal = _journal(command, pool, table, backend, regions)
+        if journal.checksums is not None:
+            journal.unverified = dict(zip(found.blocks, found.bytes_checksums, strict=True))
+        report = RecoveryReport(
+            outcome="recovered",
+            num_kept_blocks=len(found.blocks) - len(refused),
+            num_dropped_torn_blocks=found.num_torn,
+            num_dropped_generation_blocks=found.num_old_generation,
+        )
+        return MadePool(pool=pool, journal=journal, recovery=report)
+
+    def save_content(
+        self, name: PoolName, journal: BlockJournal, content: ContentIdentity, message: bytes, generation: int
+    ) -> None:
+        """A new content generation: fenced first, so that nothing can revive what was recorded before."""
+        journal.start_generation(identity_digest(repr(content)))
+        manifest = self.manifests.read(name)
+        if manifest is not None:
+            self.manifests.save(replace(manifest, content=message, content_generation=generation))
+
+    def forget_pool(self, name: PoolName) -> None:
+        """The pool is deleted: its name is new again."""
+        self.manifests.delete(name)
+        self.lost.pop(name, None)
+
+    # ---------------------------------------------------------------- sessions
+    def session_changed(self, session: Session) -> None:
+        """Opened, resumed or ended: a successor must know. An ended one is remembered until its blocks are settled."""
+        if session.end_cause is EndCause.CLOSED:
+            self.records.drop(session.session_id)
+            return
+        self.records.put(
+            SessionRecord(
+                session_id=session.session_id,
+                pool=session.pool,
+                client_name=session.request.client_name,
+                tenant=session.request.tenant,
+                pid=session.request.pid,
+                epoch=session.epoch,
+                token_digest=session.token_digest.hex(),
+                previous_token_digest=session.previous_token_digest.hex(),
+            )
+        )
+
+    def session_gone(self, session: Session) -> None:
+        """Its blocks are settled."""
+        self.records.drop(session.session_id)
+
+
+def is_persistent(command: OpenPoolCommand) -> bool:
+    """Whether the pool's bytes outlive the daemon, and its blocks can be recorded."""
+    return command.options.backend in PERSISTENT_BACKENDS and command.plan is not None and bool(command.message)
+
+
+def _manifest(command: OpenPoolCommand, files: tuple[RegionFile, ...]) -> PoolManifest:
+    return PoolManifest(
+        name=command.name, request=command.message, content=b"", backend=command.options.backend, regions=files
+    )
+
+
+def _identity(command: OpenPoolCommand, manifest: PoolManifest) -> TableIdentity:
+    return TableIdentity.of(
+        plan=command.identity.plan_fingerprint,
+        byte_format=repr(command.byte_format),
+        options=repr(command.options),
+        regions=manifest.regions_text,
+        content=repr(command.content),
+    )
+
+
+def _region_files(backend: MemoryBackend, regions: Sequence[Region]) -> tuple[RegionFile, ...]:
+    files = []
+    for region in regions:
+        for fd in backend.open_fds(region, read_only=True):
+            try:
+                stat = os.fstat(fd)
+            finally:
+                os.close(fd)
+            files.append(
+                RegionFile(region_id=region.id, device=stat.st_dev, inode=stat.st_ino, size_bytes=stat.st_size)
+            )
+    return tuple(files)
+
+
+def _journal(
+    command: OpenPoolCommand, pool: Pool, table: BlockTable, backend: MemoryBackend, regions: Sequence[Region]
+) -> BlockJournal:
+    checksums = _checksums(command, pool.config, backend, regions) if command.options.verify_checksums else None
+    return BlockJournal(
+        pool=pool,
+        table=table,
+        content_digest=identity_digest(repr(command.content)),
+        checksums=checksums,
+        unverified={},
+    )
+
+
+def _checksums(
+    command: OpenPoolCommand, config: PoolConfig, backend: MemoryBackend, regions: Sequence[Region]
+) -> BlockChecksums:
+    """Maps every region for reading; the views keep the mappings alive."""
+    plan = command.plan
+    assert plan is not None
+    views = {}
+    for region in regions:
+        (fd,) = backend.open_fds(region, read_only=True)
+        try:
+            views[region.rank, region.host] = memoryview(mmap.mmap(fd, region.size_bytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+    return BlockChecksums(
+        [
+            [
+                (view, spans_of_group(plan.ranks[rank], group, host=host))
+                for (rank, host), view in sorted(views.items(), key=lambda item: item[0])
+            ]
+            for group in range(len(config.groups))
+        ]
+    )

@@ -1,0 +1,117 @@
+"""At start: offering again the pools and sessions that a former daemon of this state directory had.
+
+manifest ─▶ plan ─▶ adopt every region ─▶ scan the table ─▶ pool, RECOVERED      sessions of it may resume
+               │            │                   │
+               └────────────┴───────────────────┴─▶ regions given back; the next OpenPool is FRESH, with this reason
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvhold.v1 import pool_pb2 as pb
+from kvhold_server.domain.errors import KvholdError
+from kvhold_server.domain.ids import Epoch, PoolName, SessionId
+from kvhold_server.memory.backend import MemoryBackend, Region, RegionRequest
+from kvhold_server.memory.errors import UnknownRegion
+from kvhold_server.memory.pool_manifest import PoolManifest
+from kvhold_server.memory.recovery_errors import BlockTableUnusable
+from kvhold_server.memory.session_records import SessionRecord
+from kvhold_server.node.node import Node
+from kvhold_server.node.opening import Opening
+from kvhold_server.node.warm_restart import WarmRestart
+from kvhold_server.rpc.planning import make_plan
+from kvhold_server.rpc.pool_codec import decode_open_pool
+from kvhold_server.sessions.session import OpenRequest
+from kvhold_server.sessions.session_table import RestoredSession
+
+logger = logging.getLogger(__name__)
+
+
+def reopen_all(node: Node, warm: WarmRestart) -> None:
+    """Before the daemon serves. What cannot be kept is logged, and its memory given back. Does not fail."""
+    manifests, problems = warm.manifests.load()
+    for problem in problems:
+        logger.warning("a pool is not offered again: %s", problem)
+    for manifest in manifests:
+        try:
+            _reopen(node, warm, manifest)
+        except (KvholdError, ValueError) as error:  # ValueError: the message cannot be decoded
+            _give_up(warm, manifest.name, error)
+    for record in warm.former_sessions:
+        _restore(node, warm, record)
+
+
+def reclaim_all(node: Node) -> None:
+    """Gives back memory that dead daemons left and nobody has adopted."""
+    for backend in node.backends.values():
+        report = backend.reclaim_stale()
+        if report.names:
+            logger.info("gave back %d bytes that nobody wants: %s", report.reclaimed_bytes, ", ".join(report.names))
+
+
+def _reopen(node: Node, warm: WarmRestart, manifest: PoolManifest) -> None:
+    request = pb.OpenPoolRequest.FromString(manifest.request)
+    if manifest.content:
+        request.content.ParseFromString(manifest.content)
+    plan = make_plan(request.plan, node.limits)
+    command = replace(decode_open_pool(request, plan, node.default_backend, node.limits), message=manifest.request)
+    opening = node.begin_open_pool(command)
+    assert isinstance(opening, Opening), "each manifest has a name of its own"
+    regions: list[Region] = []
+    backend = node.backends[command.options.backend]
+    try:
+        _adopt_all(backend, opening.requests, regions)
+        made = warm.recover(opening, backend, regions)
+    except BaseException:
+        node.abort_open_pool(opening)
+        for region in regions:
+            backend.release(region)
+        raise
+    opened = node.finish_open_pool(opening, tuple(regions), made)
+    opened.live.is_claimed = False
+    opened.live.content_generation = manifest.content_generation
+    logger.info("pool %s is back: %s", manifest.name, opened.live.recovery)
+
+
+def _adopt_all(backend: MemoryBackend, requests: Sequence[RegionRequest], adopted: list[Region]) -> None:
+    """Appends one region a request, as the plan wants it. Raises UnknownRegion, RegionMismatch."""
+    existing = {region.id: region for region in backend.list_existing()}
+    for request in requests:
+        found = existing.get(request.region_id)
+        if found is None or found.size_bytes < request.size_bytes:
+            raise UnknownRegion(request.region_id)
+        adopted.append(backend.adopt(replace(found, requested_bytes=request.size_bytes)))
+
+
+def _give_up(warm: WarmRestart, name: PoolName, error: Exception) -> None:
+    if isinstance(error, BlockTableUnusable):
+        reason, detail = error.reason_word, error.detail
+    elif isinstance(error, KvholdError):
+        reason, detail = ("REGION_MISSING" if isinstance(error, UnknownRegion) else error.reason()), str(error)
+    else:
+        reason, detail = "HEADER_CORRUPT", str(error)
+    warm.forget_pool(name)
+    warm.lost[name] = (reason, detail)
+    logger.warning("pool %s begins fresh: %s: %s", name, reason, detail)
+
+
+def _restore(node: Node, warm: WarmRestart, record: SessionRecord) -> None:
+    live = node.pools.get(PoolName(record.pool))
+    if live is None:
+        warm.records.drop(record.session_id)
+        return
+    request = OpenRequest(pool=live.name, client_name=record.client_name, tenant=record.tenant, pid=record.pid)
+    session = node.sessions.restore(
+        RestoredSession(
+            session_id=SessionId(record.session_id),
+            request=request,
+            epoch=Epoch(record.epoch),
+            token_digest=bytes.fromhex(record.token_digest),
+            previous_token_digest=bytes.fromhex(record.previous_token_digest),
+        ),
+        node.now_s,
+    )
+    session.slot = live.pool.open_session()
+    live.members.add(session.session_id)
+    node.recovering.begin(live.name, node.now_s)
