@@ -1,7 +1,7 @@
 """Replays recorded block traces operation by operation and compares results, events, free counts and state digests.
 
-A trace is one scheduler's view of one pool. `Replay` keeps what a scheduler knows (tokens, computed, in flight) and turns
-each recorded operation into one verb of a `Driver`; `CoreDriver` applies the verbs to a `Pool` in this process.
+A trace is one scheduler's view of one pool. `Replay` keeps what a scheduler knows (tokens, computed, in flight) and
+turns each recorded operation into one verb of a `Driver`; `CoreDriver` applies the verbs to a `Pool` in this process.
 
 Hashes are the trace's labels, widened to 32 bytes, so that a driver for the wire can use them unchanged.
 """
@@ -585,8 +585,9 @@ def compare(what: str, ours: Any, recorded: Any, *, key: Any = None) -> list[str
 def replay_manager(name: str, rows: Iterator[Row], header: Row, driver: Driver) -> Iterator[Outcome]:
     """Every operation of one trace.
 
-    Where ours differs on purpose, its answers (results, events, counts, state) must be those of the naive model instead,
-    and the operation must be listed. After any other difference the rest would compare two different histories.
+    Where ours differs on purpose, its answers (results, events, counts, state) must be those of the naive model
+    instead, and the operation must be listed. After any other difference the rest would compare two different
+    histories.
     """
     from tests.model.driver import ModelDriver
 

@@ -1,4 +1,4 @@
-"""The node page of a live, loaded daemon: numbers without a script, live with it, nothing from elsewhere, nothing to break."""
+"""The node page of a live, loaded daemon: numbers without a script, live with one, nothing loaded from elsewhere."""
 
 import json
 import re

@@ -88,8 +88,8 @@ class Pool:
     def kill_session(self, session: int) -> None:
         """The client is dead, its workers may not be; O(1).
 
-        Its provisional hashes are invisible from now on, what it freed stays fenced, what it holds is quarantined; `reap`
-        does the bookkeeping in slices.
+        Its provisional hashes are invisible from now on, what it freed stays fenced, what it holds is quarantined;
+        `reap` does the bookkeeping in slices.
         """
         self._alive(session).state = SessionState.DEAD
 
@@ -159,8 +159,8 @@ class Pool:
     def complete(self, session: int, completed_step: int) -> Completed:
         """All kernels of steps up to this one are done on all ranks.
 
-        Publishes for everybody, lifts fences, lets go of copy ends. Idempotent. Returns what became provable, for recovery
-        records (empty unless the pool is configured with report_completed).
+        Publishes for everybody, lifts fences, lets go of copy ends. Idempotent. Returns what became provable, for
+        recovery records (empty unless the pool is configured with report_completed).
         """
         owner = self._alive(session)
         if completed_step > owner.step:
@@ -490,8 +490,8 @@ class Pool:
     ) -> Hit:
         """Longest usable prefix now. Reads only: no pin, no change in order; a hint (R2).
 
-        With a `sequence_id`, hashes are remembered for a later admit, or taken from what was sent before. Session 0 is an
-        observer: it sees what every session sees.
+        With a `sequence_id`, hashes are remembered for a later admit, or taken from what was sent before. Session 0 is
+        an observer: it sees what every session sees.
         """
         owner = self._alive(session) if session else OBSERVER
         sequence = self._asked(owner, sequence_id if session else None, hashes)
@@ -541,8 +541,8 @@ class Pool:
     def invalidate(self, session: int, sequence_id: int, blocks: list[int]) -> int:
         """Drops the hashes of these blocks of the sequence and of its later blocks in the same group (R10).
 
-        They stay held, and are published again when the sequence says that they were computed. Returns how many blocks lost
-        a hash.
+        They stay held, and are published again when the sequence says that they were computed. Returns how many blocks
+        lost a hash.
         """
         sequence = self._running(self._alive(session), sequence_id)
         wanted = set(blocks) - {0}
@@ -566,8 +566,8 @@ class Pool:
     def reset(self, *, force: bool = False) -> list[tuple[int, int]]:
         """Forgets all hashes; returns the sequences that hold blocks, as (session, sequence id).
 
-        Raises BlocksInUse if blocks are held, unless forced: then held blocks lose their hashes too and keep their holders,
-        which publish nothing any more.
+        Raises BlocksInUse if blocks are held, unless forced: then held blocks lose their hashes too and keep their
+        holders, which publish nothing any more.
         """
         holders = [(owner.serial, sid) for owner in self.tenures.sessions.values() for sid in owner.sequences]
         num_held = self.config.num_blocks - 1 - self.config.num_reserved_low_blocks - self.store.free.count
@@ -640,7 +640,7 @@ class Pool:
         return [table.copy() for table in self._running(self._alive(session), sequence_id).tables]
 
     def num_common_prefix_blocks(self, session: int, sequence_id: int) -> list[int]:
-        """Per group: leading blocks of this sequence that every sequence of the pool shares (full attention; else 0)."""
+        """Per group: leading blocks of this sequence that all sequences of the pool share (full attention; else 0)."""
         sequence = self._running(self._alive(session), sequence_id)
         num_sequences = sum(len(owner.sequences) for owner in self.tenures.sessions.values())
         common = []
