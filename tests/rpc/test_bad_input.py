@@ -25,6 +25,9 @@ def parts(**fields: Any) -> dict[str, Any]:
     return fields
 
 
+ex, ad = block_pb2.ExtendItems, block_pb2.AdmitItems
+opts, byte_format = pool_pb2.PoolOptions, pool_pb2.ByteFormat
+
 BAD_STEPS: list[tuple[str, dict[str, Any]]] = [
     ("step", parts(step=0)),
     ("step", parts(step=-1)),
@@ -32,20 +35,20 @@ BAD_STEPS: list[tuple[str, dict[str, Any]]] = [
     ("completed_step", parts(step=3, completed_step=-1)),
     ("part", parts(part=-1)),
     ("part", parts(part=1024)),
-    ("extend.slots_needed", parts(extend=block_pb2.ExtendItems(sequence_ids=[1]))),
-    ("extend.slots_needed", parts(extend=block_pb2.ExtendItems(sequence_ids=[1], slots_needed=[-5]))),
-    ("extend.slots_needed", parts(extend=block_pb2.ExtendItems(sequence_ids=[1], slots_needed=[1, 2]))),
-    ("extend.hashes", parts(extend=block_pb2.ExtendItems(sequence_ids=[1], slots_needed=[1], num_hashes=[1], hashes=b"x"))),
-    ("extend.sequence_ids", parts(extend=block_pb2.ExtendItems(sequence_ids=[1, 1], slots_needed=[1, 1]))),
-    ("extend.sequence_ids", parts(extend=block_pb2.ExtendItems(sequence_ids=MANY, slots_needed=MANY))),
-    ("admit.num_tokens", parts(admit=block_pb2.AdmitItems(sequence_ids=[2]))),
-    ("admit.num_tokens", parts(admit=block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[0]))),
-    ("admit.num_tokens", parts(admit=block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[-(2**31)]))),
-    ("admit.token_budget", parts(admit=block_pb2.AdmitItems(token_budget=-1))),
-    ("admit.hashes", parts(admit=block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[40], num_hashes=[1], hashes=b"x" * 31))),
-    ("admit.hashes", parts(admit=block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[40], hashes=b"x" * 32))),
-    ("admit.sequence_ids", parts(admit=block_pb2.AdmitItems(sequence_ids=MANY, num_tokens=MANY))),
-    ("admit.watermark_blocks", parts(admit=block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[4], watermark_blocks=[-1]))),
+    ("extend.slots_needed", parts(extend=ex(sequence_ids=[1]))),
+    ("extend.slots_needed", parts(extend=ex(sequence_ids=[1], slots_needed=[-5]))),
+    ("extend.slots_needed", parts(extend=ex(sequence_ids=[1], slots_needed=[1, 2]))),
+    ("extend.hashes", parts(extend=ex(sequence_ids=[1], slots_needed=[1], num_hashes=[1], hashes=b"x"))),
+    ("extend.sequence_ids", parts(extend=ex(sequence_ids=[1, 1], slots_needed=[1, 1]))),
+    ("extend.sequence_ids", parts(extend=ex(sequence_ids=MANY, slots_needed=MANY))),
+    ("admit.num_tokens", parts(admit=ad(sequence_ids=[2]))),
+    ("admit.num_tokens", parts(admit=ad(sequence_ids=[2], num_tokens=[0]))),
+    ("admit.num_tokens", parts(admit=ad(sequence_ids=[2], num_tokens=[-(2**31)]))),
+    ("admit.token_budget", parts(admit=ad(token_budget=-1))),
+    ("admit.hashes", parts(admit=ad(sequence_ids=[2], num_tokens=[40], num_hashes=[1], hashes=b"x" * 31))),
+    ("admit.hashes", parts(admit=ad(sequence_ids=[2], num_tokens=[40], hashes=b"x" * 32))),
+    ("admit.sequence_ids", parts(admit=ad(sequence_ids=MANY, num_tokens=MANY))),
+    ("admit.watermark_blocks", parts(admit=ad(sequence_ids=[2], num_tokens=[4], watermark_blocks=[-1]))),
     ("free.sequence_ids", parts(free=block_pb2.FreeItems(sequence_ids=[3, 3]))),
     ("free.publish_tokens", parts(free=block_pb2.FreeItems(sequence_ids=[3], publish_tokens=[-1]))),
     ("lookup.num_hashes", parts(lookup=block_pb2.LookupItems(num_tokens=[4]))),
@@ -102,16 +105,16 @@ async def test_pool_names(daemon: RunningDaemon, name: str) -> None:
 
 
 BAD_POOLS: list[tuple[str, pool_pb2.OpenPoolRequest]] = [
-    ("options.hash_size_bytes", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(hash_size_bytes=65))),
-    ("options.hash_size_bytes", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(hash_size_bytes=-1))),
+    ("options.hash_size_bytes", pool_pb2.OpenPoolRequest(options=opts(hash_size_bytes=65))),
+    ("options.hash_size_bytes", pool_pb2.OpenPoolRequest(options=opts(hash_size_bytes=-1))),
     ("options.hash_size_bytes", pool_pb2.OpenPoolRequest(
-        options=pool_pb2.PoolOptions(hash_size_bytes=16), content=pool_pb2.ContentIdentity(hash_algorithm="sha256"))),
-    ("options.num_reserved_low_blocks", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(num_reserved_low_blocks=-1))),
-    ("num_reserved_low_blocks", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(num_reserved_low_blocks=100_000))),
-    ("options.eagle_group_ids", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(eagle_group_ids=[3]))),
-    ("options.rank_device_indexes", pool_pb2.OpenPoolRequest(options=pool_pb2.PoolOptions(rank_device_indexes=[0, 1]))),
-    ("byte_format.tensor_parallel_size", pool_pb2.OpenPoolRequest(byte_format=pool_pb2.ByteFormat(tensor_parallel_size=-1))),
-    ("byte_format.extras", pool_pb2.OpenPoolRequest(byte_format=pool_pb2.ByteFormat(extras=["a"] * 65))),
+        options=opts(hash_size_bytes=16), content=pool_pb2.ContentIdentity(hash_algorithm="sha256"))),
+    ("options.num_reserved_low_blocks", pool_pb2.OpenPoolRequest(options=opts(num_reserved_low_blocks=-1))),
+    ("num_reserved_low_blocks", pool_pb2.OpenPoolRequest(options=opts(num_reserved_low_blocks=100_000))),
+    ("options.eagle_group_ids", pool_pb2.OpenPoolRequest(options=opts(eagle_group_ids=[3]))),
+    ("options.rank_device_indexes", pool_pb2.OpenPoolRequest(options=opts(rank_device_indexes=[0, 1]))),
+    ("byte_format.tensor_parallel_size", pool_pb2.OpenPoolRequest(byte_format=byte_format(tensor_parallel_size=-1))),
+    ("byte_format.extras", pool_pb2.OpenPoolRequest(byte_format=byte_format(extras=["a"] * 65))),
     ("content.model", pool_pb2.OpenPoolRequest(content=pool_pb2.ContentIdentity(model="m" * 600))),
 ]  # fmt: skip
 

@@ -368,7 +368,6 @@ class BlockInfo(_message.Message):
     NUM_HOLDERS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PROVISIONAL_FIELD_NUMBER: _builtins.int
-    AGE_EVICTIONS_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Its id."""
     state: Global___BlockState.ValueType
@@ -377,8 +376,6 @@ class BlockInfo(_message.Message):
     """Tables (and copies) that it is in."""
     provisional: _builtins.bool
     """True: not yet visible to other sessions."""
-    age_evictions: _builtins.int
-    """Evictions of the pool since it was last let go; a measure of age. 0: not cached."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockKey]:
         """Its keys, primary first."""
@@ -391,11 +388,10 @@ class BlockInfo(_message.Message):
         num_holders: _builtins.int = ...,
         keys: _abc.Iterable[Global___BlockKey] | None = ...,
         provisional: _builtins.bool = ...,
-        age_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_evictions", b"age_evictions", "block_id", b"block_id", "keys", b"keys", "num_holders", b"num_holders", "provisional", b"provisional", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "keys", b"keys", "num_holders", b"num_holders", "provisional", b"provisional", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

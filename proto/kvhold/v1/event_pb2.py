@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvhold/v1/event.proto\x12\tkvhold.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"0\n\x0b\x45ventCursor\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"h\n\x12WatchEventsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.kvhold.v1.EventCursor\x12\x1d\n\x15heartbeat_interval_ms\x18\x03 \x01(\x05\"\xf8\x01\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\x05\x12\x19\n\x11\x62lock_size_tokens\x18\x04 \x01(\x05\x12\x15\n\rblock_indexes\x18\x05 \x03(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x12\n\nextra_keys\x18\x07 \x03(\x0c\x12\x0f\n\x07lora_id\x18\x08 \x01(\x03\x12\x11\n\tlora_name\x18\t \x01(\t\x12\x15\n\rsession_label\x18\n \x01(\t\x12\x11\n\tblock_ids\x18\x0b \x03(\x05\"7\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x10\n\x08group_id\x18\x02 \x01(\x05\"\x1e\n\x0c\x43\x61\x63heCleared\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xac\x01\n\nCacheEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12)\n\x06stored\x18\x02 \x01(\x0b\x32\x17.kvhold.v1.BlocksStoredH\x00\x12+\n\x07removed\x18\x03 \x01(\x0b\x32\x18.kvhold.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x17.kvhold.v1.CacheClearedH\x00\x42\x08\n\x06\x63hange\"V\n\rSnapshotChunk\x12\x0e\n\x06\x62\x65gins\x18\x01 \x01(\x08\x12\x0c\n\x04\x65nds\x18\x02 \x01(\x08\x12\'\n\x06stored\x18\x03 \x03(\x0b\x32\x17.kvhold.v1.BlocksStored\"\xcb\x01\n\x13WatchEventsResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.kvhold.v1.EventCursor\x12+\n\x07sent_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04lost\x18\x03 \x01(\x08\x12*\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.kvhold.v1.SnapshotChunk\x12%\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x15.kvhold.v1.CacheEvent2^\n\x0c\x45ventService\x12N\n\x0bWatchEvents\x12\x1d.kvhold.v1.WatchEventsRequest\x1a\x1e.kvhold.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvhold/v1/event.proto\x12\tkvhold.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"0\n\x0b\x45ventCursor\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"h\n\x12WatchEventsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.kvhold.v1.EventCursor\x12\x1d\n\x15heartbeat_interval_ms\x18\x03 \x01(\x05\"\x90\x02\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\x05\x12\x19\n\x11\x62lock_size_tokens\x18\x04 \x01(\x05\x12\x15\n\rblock_indexes\x18\x05 \x03(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x12\n\nextra_keys\x18\x07 \x03(\x0c\x12\x0f\n\x07lora_id\x18\x08 \x01(\x03\x12\x11\n\tlora_name\x18\t \x01(\t\x12\x15\n\rsession_label\x18\n \x01(\t\x12\x11\n\tblock_ids\x18\x0b \x03(\x05\x12\x16\n\x0eparent_unknown\x18\x0c \x01(\x08\"7\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x10\n\x08group_id\x18\x02 \x01(\x05\"\x1e\n\x0c\x43\x61\x63heCleared\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xac\x01\n\nCacheEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12)\n\x06stored\x18\x02 \x01(\x0b\x32\x17.kvhold.v1.BlocksStoredH\x00\x12+\n\x07removed\x18\x03 \x01(\x0b\x32\x18.kvhold.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x17.kvhold.v1.CacheClearedH\x00\x42\x08\n\x06\x63hange\"V\n\rSnapshotChunk\x12\x0e\n\x06\x62\x65gins\x18\x01 \x01(\x08\x12\x0c\n\x04\x65nds\x18\x02 \x01(\x08\x12\'\n\x06stored\x18\x03 \x03(\x0b\x32\x17.kvhold.v1.BlocksStored\"\xcb\x01\n\x13WatchEventsResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.kvhold.v1.EventCursor\x12+\n\x07sent_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04lost\x18\x03 \x01(\x08\x12*\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.kvhold.v1.SnapshotChunk\x12%\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x15.kvhold.v1.CacheEvent2^\n\x0c\x45ventService\x12N\n\x0bWatchEvents\x12\x1d.kvhold.v1.WatchEventsRequest\x1a\x1e.kvhold.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHEVENTSREQUEST']._serialized_start=119
   _globals['_WATCHEVENTSREQUEST']._serialized_end=223
   _globals['_BLOCKSSTORED']._serialized_start=226
-  _globals['_BLOCKSSTORED']._serialized_end=474
-  _globals['_BLOCKSREMOVED']._serialized_start=476
-  _globals['_BLOCKSREMOVED']._serialized_end=531
-  _globals['_CACHECLEARED']._serialized_start=533
-  _globals['_CACHECLEARED']._serialized_end=563
-  _globals['_CACHEEVENT']._serialized_start=566
-  _globals['_CACHEEVENT']._serialized_end=738
-  _globals['_SNAPSHOTCHUNK']._serialized_start=740
-  _globals['_SNAPSHOTCHUNK']._serialized_end=826
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=829
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1032
-  _globals['_EVENTSERVICE']._serialized_start=1034
-  _globals['_EVENTSERVICE']._serialized_end=1128
+  _globals['_BLOCKSSTORED']._serialized_end=498
+  _globals['_BLOCKSREMOVED']._serialized_start=500
+  _globals['_BLOCKSREMOVED']._serialized_end=555
+  _globals['_CACHECLEARED']._serialized_start=557
+  _globals['_CACHECLEARED']._serialized_end=587
+  _globals['_CACHEEVENT']._serialized_start=590
+  _globals['_CACHEEVENT']._serialized_end=762
+  _globals['_SNAPSHOTCHUNK']._serialized_start=764
+  _globals['_SNAPSHOTCHUNK']._serialized_end=850
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=853
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1056
+  _globals['_EVENTSERVICE']._serialized_start=1058
+  _globals['_EVENTSERVICE']._serialized_end=1152
 # @@protoc_insertion_point(module_scope)

@@ -94,6 +94,7 @@ class BlocksStored(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     SESSION_LABEL_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PARENT_UNKNOWN_FIELD_NUMBER: _builtins.int
     parent_block_hash: _builtins.bytes
     """Digest of the block before the first one. Empty: it begins the prompt."""
     group_id: _builtins.int
@@ -106,6 +107,8 @@ class BlocksStored(_message.Message):
     """Adapter name. Empty: none."""
     session_label: _builtins.str
     """The publisher's label of the conversation. Empty: none."""
+    parent_unknown: _builtins.bool
+    """True: what precedes the first digest is not known (it was stored before anybody watched, or the group is sparse)."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Their digests, in the order of the prefix."""
@@ -140,10 +143,11 @@ class BlocksStored(_message.Message):
         lora_name: _builtins.str = ...,
         session_label: _builtins.str = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parent_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_indexes", b"block_indexes", "block_size_tokens", b"block_size_tokens", "extra_keys", b"extra_keys", "group_id", b"group_id", "lora_id", b"lora_id", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "session_label", b"session_label", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_indexes", b"block_indexes", "block_size_tokens", b"block_size_tokens", "extra_keys", b"extra_keys", "group_id", b"group_id", "lora_id", b"lora_id", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "parent_unknown", b"parent_unknown", "session_label", b"session_label", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
