@@ -68,6 +68,8 @@ class LocalDaemon:
         self.metrics_url = f"http://127.0.0.1:{port}/metrics"
         command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(self.socket_path)]
         command += ["--metrics", f"127.0.0.1:{port}", *self._flags]
+        if self._given_directory is None:
+            command.append("--no-keep-pools")  # nobody could come back to a directory that is deleted
         with (self.directory / "daemon.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=daemon_environment()
