@@ -1,4 +1,4 @@
-"""The naive model behind the verbs of recorded traces: checks the model, and what a deliberate difference is held to."""
+"""The naive model behind the verbs of recorded traces: checks it, and what deliberate differences are held to."""
 
 from typing import Any
 

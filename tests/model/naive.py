@@ -48,7 +48,8 @@ class Seq:
     offered: list[int] = field(default_factory=list)
     tail: dict[int, int] = field(default_factory=dict)  # group → entry adopted in part
     pending: dict[int, tuple[int, int]] = field(default_factory=dict)  # mamba: entry keyed inside, tokens
-    checkpoint: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    planned: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    checkpoint: dict[int, tuple[int, int] | None] = field(default_factory=dict)  # planned, and granted
     allocated: set[int] = field(default_factory=set)
     start: dict[int, int] = field(default_factory=dict)
     stale: bool = False
@@ -410,12 +411,16 @@ class NaivePool:
         if self._aligned(gid):
             extra = gid in seq.pending or (bool(hits) and hit % size != 0)
             length = len(hits) + len(table)
-            seq.start[gid] = total
-            seq.checkpoint[gid] = self._checkpoint(seq, gid, length, main, total)
-            has_checkpoint = seq.checkpoint[gid] is not None
+            loaded = 0
+            if not admitted and total > hit:  # external tokens: nulls, and one block with the state at their end
+                while length < up(total, size):
+                    length += 1
+                    loaded = 1 if length == up(total, size) else 0
+            seq.planned[gid] = self._checkpoint(seq, gid, length, main, total)
+            has_checkpoint = seq.planned[gid] is not None
             new = max(up(main, size) + spec - length, 0) + extra
             top = 1 + extra + has_checkpoint + (spec if gid not in seq.allocated or has_checkpoint else 0)
-            return min(new, top) + sum(1 for b in hits if b and not self.blocks[b].refs)
+            return min(new, top) + loaded + sum(1 for b in hits if b and not self.blocks[b].refs)
         if group.kind is GroupKind.MAMBA:
             slots += spec * size
         required = up(slots, size)
@@ -450,7 +455,7 @@ class NaivePool:
             return None
         return slot, at
 
-    def grow(self, s: int, seq: Seq, gid: int, slots: int, main: int, zeroing: bool) -> list[int]:
+    def grow(self, s: int, seq: Seq, gid: int, slots: int, main: int, computed: int, zeroing: bool) -> list[int]:
         group, table = self.c.groups[gid], seq.tables[gid]
         size, spec = group.block_size_tokens, group.num_speculative_blocks
         step = self.sessions[s].step
@@ -482,6 +487,7 @@ class NaivePool:
             taken = [] if table else self.take(1, s)
             table += taken
         elif self._aligned(gid):
+            seq.checkpoint[gid], seq.start[gid] = seq.planned[gid], computed
             return new + self._grow_states(s, seq, gid, main)
         else:
             if group.kind is GroupKind.MAMBA:
@@ -669,7 +675,7 @@ class NaivePool:
         new = []
         for gid, group in enumerate(self.c.groups):
             n = num_encoder_tokens if group.kind is GroupKind.CROSS_ATTENTION else slots
-            new.append(self.grow(s, seq, gid, n, main, self.zeroing))
+            new.append(self.grow(s, seq, gid, n, main, computed, self.zeroing))
         if publish_tokens:
             self.publish(s, seq, publish_tokens)
         return new
@@ -744,7 +750,7 @@ class NaivePool:
         out = []
         for gid, group in enumerate(c.groups):
             n = num_encoder_tokens if group.kind is GroupKind.CROSS_ATTENTION else slots
-            out.append(self.grow(s, seq, gid, n, main, self.zeroing))
+            out.append(self.grow(s, seq, gid, n, main, total, self.zeroing))
         if not defer_publish:
             self.publish(s, seq, min(main, num_tokens))
         return hit, out

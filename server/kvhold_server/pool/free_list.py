@@ -115,6 +115,8 @@ class FreeList:
         while len(taken) < count:
             run = self._pop_front_run()
             if run.fence is not None and stands(run.fence):
+                if not run.is_plain and not self._stale.keys().isdisjoint(run.blocks):
+                    run.blocks = [block for block in run.blocks if not self._drop_void(block)]
                 passed.append(run)
                 continue
             for i, block in enumerate(run.blocks):

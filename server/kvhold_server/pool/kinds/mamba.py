@@ -91,7 +91,7 @@ class MambaPolicy(GroupPolicy):
 class _States:
     """What an aligned state group remembers of one sequence."""
 
-    __slots__ = ("checkpoint", "is_allocated", "pending", "released", "start")
+    __slots__ = ("checkpoint", "is_allocated", "pending", "planned", "released", "start")
 
     def __init__(self) -> None:
         self.is_allocated = False  # has its running state (and drafts') at the end of its table
@@ -100,6 +100,7 @@ class _States:
             None  # (entry, tokens): keyed in its middle, to be copied before it goes on
         )
         self.checkpoint: tuple[int, int] | None = None  # (entry, tokens): state that the kernel exports in this chunk
+        self.planned: tuple[int, int] | None = None  # what the chunk being asked for would export; a refusal leaves it
         self.start = 0  # first token of the current chunk
 
 
@@ -120,7 +121,11 @@ class AlignedMambaPolicy(MambaPolicy):
         is_partial = bool(hits) and hit_tokens % self.block_tokens != 0
         refs = self.store.refs
         evictable = sum(1 for block in hits if block and not refs[block])
-        return self._need_new(sequence, len(hits), main, total, is_partial) + evictable
+        length, loaded = len(hits), 0
+        if total > hit_tokens:  # loaded from elsewhere: the state at its end only
+            length = max(length, (total - 1) // self.block_tokens)
+            loaded = cdiv(total, self.block_tokens) - length
+        return self._need_new(sequence, length + loaded, main, total, is_partial) + loaded + evictable
 
     def need_growth(self, sequence: Sequence, slots: int, main: int, computed: int) -> int:
         has_copy = self._states(sequence).pending is not None
@@ -129,10 +134,9 @@ class AlignedMambaPolicy(MambaPolicy):
     def _need_new(self, sequence: Sequence, length: int, main: int, start: int, with_copy: bool) -> int:
         """Blocks to draw when the table has `length` entries: at most a few, however long the chunk."""
         states = self._states(sequence)
-        states.start = start
-        states.checkpoint = self._plan_checkpoint(sequence, length, main, start)
+        states.planned = self._plan_checkpoint(sequence, length, main, start)
         missing = max(cdiv(main, self.block_tokens) + self.num_spec - length, 0) + with_copy
-        has_checkpoint = states.checkpoint is not None
+        has_checkpoint = states.planned is not None
         top = 1 + with_copy + has_checkpoint
         if not states.is_allocated or has_checkpoint:
             top += self.num_spec
@@ -168,6 +172,7 @@ class AlignedMambaPolicy(MambaPolicy):
             self._preserve(sequence, states, turn)
         spec, length = self.num_spec, len(table)
         required = cdiv(main, self.block_tokens) + spec
+        states.checkpoint, states.start = states.planned, computed
         has_checkpoint = states.checkpoint is not None
         if required > length or has_checkpoint:
             first = required - spec - 1 - has_checkpoint  # entries before it are null
