@@ -52,11 +52,10 @@ def canonical(plan: Plan) -> Mapping[str, Json]:
     return {
         "version": CANONICAL_VERSION,
         "layout": plan.layout.value,
-        "num_blocks": plan.num_blocks,
-        "scheduler_block_size_tokens": plan.scheduler_block_size_tokens,
-        "hash_block_size_tokens": plan.hash_block_size_tokens,
         "rank_layouts": layouts,
         "ranks": [forms[id(rank)] for rank in plan.ranks],
+        "scheduler_block_size_tokens": plan.scheduler_block_size_tokens,
+        "hash_block_size_tokens": plan.hash_block_size_tokens,
     }
 
 
@@ -66,7 +65,8 @@ def first_difference(first: Plan, second: Plan) -> Difference | None:
 
 
 def _rank(rank: RankPlan, specs: dict[int, Json]) -> Json:
-    return {
+    return {  # what a person wants to hear first comes first
+        "groups": [_group(group, specs) for group in rank.groups],
         "num_blocks": rank.num_blocks,
         "bytes_per_block": rank.bytes_per_block,
         "region_size_bytes": rank.region_size_bytes,
@@ -76,7 +76,6 @@ def _rank(rank: RankPlan, specs: dict[int, Json]) -> Json:
         "host_block_stride_bytes": rank.host_block_stride_bytes,
         "host_region_size_bytes": rank.host_region_size_bytes,
         "needs_zeroing": rank.needs_zeroing,
-        "groups": [_group(group, specs) for group in rank.groups],
         "tensors": [_tensor(tensor) for tensor in rank.tensors],
     }
 
