@@ -1,4 +1,4 @@
-"""`make screenshots`: the node page in light and dark, and an expression in Prometheus's page, under load with kills."""
+"""`make screenshots`: the node page in light and dark, and an expression in Prometheus's page, under load."""
 
 import asyncio
 import shutil

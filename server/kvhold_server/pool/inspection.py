@@ -88,14 +88,14 @@ def _check_index(pool: Pool, free: set[int]) -> None:
         for key, blocks in store.copies[gid].items():
             assert len(blocks) > 1 and key in index
     num_cached = 0
-    for block, key in enumerate(store.key_of):
+    for block, own_key in enumerate(store.key_of):
         origin = store.origin_of[block]
-        assert (key is None) == (origin is None)
-        if key is None or origin is None:
+        assert (own_key is None) == (origin is None)
+        if own_key is None or origin is None:
             assert block not in named and block not in store.secondary, f"block {block} is named without a hash"
             continue
         num_cached += block in free
-        names = {(origin.group, name) for name in (key, *store.secondary.get(block, ()))}
+        names = {(origin.group, name) for name in (own_key, *store.secondary.get(block, ()))}
         assert named.get(block) == names, f"block {block}: {named.get(block)} instead of {names}"
     assert store.num_cached == num_cached, (store.num_cached, num_cached)
     open_origins = {
