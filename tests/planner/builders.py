@@ -1,4 +1,4 @@
-"""Short ways to write specs and requests. By default: block 16, 2 heads of 64, bf16 ⇒ a page of 8192 bytes."""
+"""Short ways to write specs and requests. By default: block 16, 2 heads of 64, bf16, so that a page has 8192 bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
