@@ -8,4 +8,4 @@ from kvhold_server.rpc.services.plans import server_version
 
 def make_routes(node: Node) -> dict[str, HttpHandler]:
     """Path → handler."""
-    return Observatory(node, server_version(), events=lambda: ()).routes()
+    return Observatory(node, server_version()).routes()

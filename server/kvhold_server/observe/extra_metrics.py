@@ -70,6 +70,12 @@ class ViewCollector(Collector):
         yield gauge("tenant_held_blocks",
                     f'Blocks that a tenant\'s sessions hold: the {MAX_TENANT_SERIES} largest; the rest are "other".',
                     ("pool", "tenant"), tenant_blocks(view).items())  # fmt: skip
+        yield gauge("event_watchers", "Open event streams.", ("pool",),
+                    (((p.name,), p.num_event_watchers) for p in view.pools))  # fmt: skip
+        yield counter("events", "Cache events since the pool's first reader came.", ("pool",),
+                      (((p.name,), p.num_events) for p in view.pools))  # fmt: skip
+        yield counter("event_watcher_losses", "Times that a slow reader lost events and got a new snapshot.", ("pool",),
+                      (((p.name,), p.num_event_losses) for p in view.pools))  # fmt: skip
         yield counter("prefix_miss_evicted_age_tokens",
                       "Misses by eviction, by how many pools' worth of evictions ago: a pool larger by that has them.",
                       ("pool", "within"),

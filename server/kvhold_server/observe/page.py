@@ -181,6 +181,7 @@ def _block_legend(pool: PoolView, states: dict[str, int]) -> str:
     bytes_per_block = now.size_bytes / now.counts.total
     rows = [_legend_item(key, key, n, size(n * bytes_per_block)) for key, n in states.items()]
     rows.append(_legend_item("provisional", "of these provisional", now.counts.provisional, ""))
+    rows.append("<li class=dim>in the map, the paler a cached block, the sooner it is evicted</li>")
     return f"<ul class=legend>{''.join(rows)}</ul>"
 
 
@@ -278,6 +279,8 @@ def _calls(view: NodeView) -> str:
     rows = []
     for name, stats in sorted(view.snapshot.telemetry.methods.items()):
         total = sum(stats.codes.values())
+        if not total and not stats.in_flight:
+            continue
         failed = ", ".join(f"{code} {n}" for code, n in stats.codes.items() if n and code not in ("OK", "CANCELLED"))
         numbers = (
             count(total),

@@ -7,13 +7,13 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
 from urllib.parse import parse_qsl
 
 from kvhold_server.http import HttpHandler, HttpReply, HttpRequest
 from kvhold_server.metrics import Rendered, render
 from kvhold_server.node.node import Node
 from kvhold_server.observe.block_map import BlockMap, draw_map, find
+from kvhold_server.observe.event_tail import event_lines
 from kvhold_server.observe.extra_metrics import WATCHED_CODES, ViewCollector
 from kvhold_server.observe.page import Page, Search
 from kvhold_server.observe.take import Observer
@@ -26,10 +26,9 @@ HTML, JSON = "text/html; charset=utf-8", "application/json"
 class Observatory:
     """All routes of one node."""
 
-    def __init__(self, node: Node, version: str, events: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, node: Node, version: str) -> None:
         self._node = node
         self._observer = Observer(node, version)
-        self._events = events
         self._page = Page()
         self._scrapes: dict[str, tuple[float, Rendered]] = {}
         self._maps: dict[str, tuple[float, BlockMap]] = {}
@@ -62,7 +61,7 @@ class Observatory:
         """The node page; with `pool` and `q` it answers a search."""
         query = dict(parse_qsl(request.query, max_num_fields=8))
         view = self._observer.take()
-        text = self._page.render(view, self._events(), self._search(query.get("pool", ""), query.get("q", "")))
+        text = self._page.render(view, event_lines(self._node), self._search(query.get("pool", ""), query.get("q", "")))
         return HttpReply(content_type=HTML, body=text.encode(), headers=self._page.headers)
 
     def _search(self, pool: str, asked: str) -> Search:

@@ -79,6 +79,9 @@ class PoolView:
     num_ranks: int
     age_s: float
     num_mappings: int
+    num_event_watchers: int = 0
+    num_events: int = 0
+    num_event_losses: int = 0
     groups: tuple[GroupView, ...] = ()
     placements: tuple[PlacementView, ...] = ()
     quotas: Mapping[str, int] = field(default_factory=dict)

@@ -60,6 +60,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
                 events = log.since(position) if position is not None else None
                 if events is None:
                     position, is_lost = log.last_number, after.boot_id == self._node.boot_id or position is not None
+                    log.num_losses += is_lost
                     for message in self._snapshot(live, position, is_lost):
                         yield message
                     continue
