@@ -77,6 +77,7 @@ class EventLog:
     config: PoolConfig
     max_events: int
     last_number: int = 0
+    num_losses: int = 0  # times that a reader was too slow; the shell counts
     is_following: bool = False
     watchers: list[Callable[[], None]] = field(default_factory=list)  # called after events were added
     _events: deque[NumberedChange] = field(default_factory=deque)
