@@ -77,8 +77,11 @@ def _say_what_it_means(console: Console, s: Summary) -> None:
         return
     hit = format_share(s.hit_tokens, s.query_tokens)
     inherited = format_share(s.inherited_hit_tokens, s.inherited_query_tokens)
+    console.print(console.styled("All good.", "green"))
+    console.print(f"{hit} of the prompt tokens came from the cache instead of being computed.")
     console.print(
-        f"{console.styled('All good.', 'green')} {hit} of the prompt tokens came from the cache instead of being computed. "
-        f"A scheduler was killed with SIGKILL in the middle of its work; its successor took over its requests and found "
-        f"{inherited} of their tokens still cached, and no reader saw a byte that it did not expect."
+        "One scheduler was killed with SIGKILL in the middle of its work. Its successor took over its requests,"
+    )
+    console.print(
+        f"found {inherited} of their tokens still cached, and no reader ever saw a byte that it did not expect."
     )

@@ -51,6 +51,7 @@ COMMANDS: dict[str, Command] = {
     "pools": Command("pools", "list pools"),
     "sessions": Command("sessions", "list sessions"),
     "top": Command("top", "watch pools and sessions live"),
+    "explain": Command("explain", "why a prompt hits no more than it does, and what more memory would give"),
     "doctor": Command("doctor", "check this machine and the way to the daemon, and say what to fix"),
     "config": Command("config", "what `serve` would be configured with, and where each value is from", takes_rest=True),
     "completion": Command("completion", "a completion script for bash, zsh or fish"),

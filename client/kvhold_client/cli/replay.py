@@ -8,13 +8,12 @@ import argparse
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvhold_client.cli.console import Console
 from kvhold_client.cli.exits import FAILED, OK, CommandFailed, UsageError
+from kvhold_client.cli.replay_sequential import run_sequentially
 from kvhold_client.cli.units import format_bytes, format_count, format_seconds, parse_bytes
 from kvhold_client.client import Client
 from kvhold_client.local_daemon import DaemonFailed, LocalDaemon
@@ -24,10 +23,8 @@ from kvhold_client.replay.counters import SharedCounters, percentile_s
 from kvhold_client.replay.progress import ProgressLine
 from kvhold_client.replay.runner import Replay, ReplayPlan
 from kvhold_client.replay.scheduler import SchedulerLimits
-from kvhold_client.replay.sequential import DIGEST_BYTES, STANDARD_CASES, SequentialTotals, replay_sequentially
 from kvhold_client.replay.summary import Summary, print_summary, summarize
-from kvhold_client.replay.trace import UNIT_TOKENS, TraceError, read_trace
-from kvhold_client.shape import GroupShape
+from kvhold_client.replay.trace import TraceError, read_trace
 
 RULES = ("schedulers", "sequential")
 SHM = "/dev/shm"
@@ -83,7 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         with daemon_for(args, console) as (target, metrics_url):
             if args.rule == "sequential":
-                return _run_sequentially(args, console, target)
+                return run_sequentially(args, console, target)
             summary = run_schedulers(args, console, target, metrics_url, rows)
     except DaemonFailed as error:
         raise CommandFailed(str(error)) from None
@@ -204,67 +201,3 @@ def default_memory_bytes() -> int:
             f"{SHM} has {format_bytes(2 * memory)} free: give it more, choose --memory, or use --backend memfd or fake"
         )
     return memory
-
-
-# ------------------------------------------------------------------------------------------------------- sequential
-@dataclass(frozen=True, slots=True)
-class _Case:
-    num_blocks: int
-    num_live: int
-
-
-def _run_sequentially(args: argparse.Namespace, console: Console, target: str) -> int:
-    cases = [_Case(*case) for case in STANDARD_CASES] if not args.blocks else [_Case(args.blocks, args.conc)]
-    found = []
-    with Client(target, timeout_s=max(args.timeout, 60.0)) as client:
-        for case in cases:
-            found.append(_one_case(client, args, case, console))
-    if args.output == "json":
-        console.json(found)
-        return OK
-    console.table(
-        ("blocks", "live", "requests", "skipped", "prompt tokens", "hit tokens", "hit rate", "time"),
-        [
-            (
-                format_count(t.num_blocks),
-                t.num_live,
-                format_count(t.num_requests),
-                t.num_skipped,
-                format_count(t.query_tokens),
-                format_count(t.hit_tokens),
-                f"{100 * t.hit_rate:.4f} %",
-                format_seconds(t.seconds),
-            )
-            for t in found
-        ],
-    )
-    return OK
-
-
-def _one_case(client: Client, args: argparse.Namespace, case: _Case, console: Console) -> SequentialTotals:
-    """A pool of its own, of blocks without bytes: one full-attention group of 512-token blocks."""
-    name = f"sequential-{os.getpid()}-{case.num_blocks}-{case.num_live}"
-    request = PoolRequest(
-        name=name,
-        plan=model_plan_request(args.model, memory_bytes=64 * GIB),
-        backend="fake",
-        hash_size_bytes=DIGEST_BYTES,
-        simulated_groups=(GroupShape(kind="full", block_size_tokens=UNIT_TOKENS),),
-        simulated_num_blocks=case.num_blocks,
-    )
-    pool = client.open_pool(request)
-    progress = ProgressLine(console.err, count_rows(args.trace, args.limit))
-    started = time.monotonic()
-    try:
-        with pool.open_session(client_name="sequential") as session:
-            totals = replay_sequentially(
-                session,
-                read_trace(args.trace, limit=args.limit),
-                num_blocks=case.num_blocks,
-                num_live=case.num_live,
-                on_progress=lambda done: progress.update(done, f"{format_count(case.num_blocks)} blocks"),
-            )
-    finally:
-        progress.finish()
-        client.delete_pool(name, force=True)
-    return replace(totals, seconds=time.monotonic() - started)

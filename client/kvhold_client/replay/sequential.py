@@ -47,7 +47,8 @@ def replay_sequentially(
     *,
     num_blocks: int,
     num_live: int,
-    on_progress: Callable[[int], None] = lambda done: None,
+    report_every: int = 100,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> SequentialTotals:
     """Replays through a session on a pool of `num_blocks` blocks of 512 tokens, null block included."""
     builder = session.builder()
@@ -77,8 +78,8 @@ def replay_sequentially(
         query += row.input_length
         hit += reply.admit_hit_tokens[0]
         full += num_full
-        if number % 100 == 0:
-            on_progress(number)
+        if number % report_every == 0:
+            on_progress()
     return SequentialTotals(
         num_blocks=num_blocks,
         num_live=num_live,
