@@ -13,6 +13,7 @@ from kvhold_client.cli import completion, doctor
 from kvhold_client.cli.main import COMMANDS
 from kvhold_server.config import load_with_origins
 from tests.deploy.live import LiveDaemon, environment
+from tests.deploy.load import Workload
 
 
 def kvhold(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -128,3 +129,40 @@ def test_bash_completes_commands_and_flags() -> None:
 def test_every_command_is_completed(shell: str) -> None:
     script = completion.SCRIPTS[shell](completion.flags_by_command())
     assert all(name in script for name in COMMANDS)
+
+
+def explain(loaded: LiveDaemon, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return kvhold("explain", "--target", loaded.target, "--pool", "chat", *arguments)
+
+
+def test_explain_of_a_pool_attributes_every_token(loaded: LiveDaemon) -> None:
+    answer = json.loads(explain(loaded, "-o", "json").stdout)
+    assert answer["query_tokens"] > 0
+    assert sum(answer["parts"].values()) == answer["query_tokens"]
+
+
+def test_explain_of_a_prompt_names_the_first_missing_block(loaded: LiveDaemon) -> None:
+    workload = Workload(seed=17 * 0)
+    prompts = [workload.next(i) for i in range(3)]
+    known = prompts[0].hashes[:4]
+    hashes = ",".join(digest.hex() for digest in [*known, b"\x01" * 32, b"\x02" * 32])
+    answer = json.loads(explain(loaded, "--hashes", hashes, "--num-tokens", "96", "-o", "json").stdout)
+    full = next(group for group in answer["groups"] if group["kind"] == "full_attention")
+    assert full["first_missing_block"] <= 4 and full["reason"] in ("NEVER_SEEN", "EVICTED")
+    assert answer["hit_tokens"] <= full["hit_tokens"] <= 64
+
+
+def test_explain_of_unknown_tokens_says_that_memory_would_not_help(loaded: LiveDaemon, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(" ".join(map(str, range(900_000, 900_064))))
+    run = explain(loaded, "--tokens", str(path))
+    assert run.returncode == 0, run.stderr
+    assert "0 of 64 tokens would be hit" in run.stdout and "More memory would not help" in run.stdout
+
+
+def test_explain_refuses_what_is_no_prompt(loaded: LiveDaemon, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("hello world")
+    run = explain(loaded, "--tokens", str(path))
+    assert run.returncode == 2 and "token ids" in run.stderr
+    assert explain(loaded, "--hashes", "00").returncode == 2
