@@ -6,9 +6,11 @@ SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a s
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,13 @@ from kvhold_server.node.node import Node, Shell
 from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pages import make_routes
 from kvhold_server.rpc.fd_channel import FdChannel
+from kvhold_server.rpc.fd_wire import wait_readable
 from kvhold_server.rpc.interceptors import Guard
 from kvhold_server.rpc.regions import RegionKeeper
-from kvhold_server.rpc.reopen import reclaim_all, reopen_all
+from kvhold_server.rpc.reopen import FormerWorker, reclaim_all, reopen_all
 from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
 from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
+from kvhold_server.rpc.tls import TlsFiles, check_exposure
 from kvhold_server.rpc.workers import make_fd_channel
 from kvhold_server.sessions.lease import LeaseTerms
 
@@ -39,21 +43,23 @@ BUSY_SLEEP_S = 0.001
 class Daemon:
     """One running daemon. `start`, then `run_until_stopped`; or use its parts in a test."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Claims the sockets, then the memory's instance; a second daemon fails here. Changes nothing if it raises."""
+    def __init__(self, config: ServerConfig, *, hit: Callable[[str], None] | None = None) -> None:
+        """Claims the sockets, then the memory's instance; a second daemon fails here. Changes nothing if it raises.
+
+        `hit` is called at the named places of failpoints.py, by tests.
+        """
         self.config = config
         self._claims = _claim_sockets(config)
+        boot_id = secrets.token_hex(8)
         try:
             self.backends = make_backends(config)
+            self.warm = _open_state(config, boot_id, hit)
         except BaseException:
             for claim in self._claims.values():
                 claim.release()
             raise
-        self.warm = _open_state(config)
         self.node = Node(
-            shell=Shell(
-                boot_id=secrets.token_hex(8), clock=time.monotonic, new_secret=lambda: secrets.token_urlsafe(24)
-            ),
+            shell=Shell(boot_id=boot_id, clock=time.monotonic, new_secret=lambda: secrets.token_urlsafe(24)),
             backends=self.backends,
             default_backend=config.backend,
             terms=LeaseTerms(
@@ -81,7 +87,7 @@ class Daemon:
             if live.journal is not None:
                 live.journal.end(is_clean=True)
         if self.warm is not None:
-            self.warm.records.close()
+            self.warm.close()
 
     # -------------------------------------------------------------- lifecycle
     async def start(self) -> None:
@@ -100,7 +106,9 @@ class Daemon:
             stack.callback(partial(backend.close, keep=config.keep_pools))
         if self.warm is not None:
             stack.callback(self._end_state)
-            reopen_all(self.node, self.warm)
+            for worker in reopen_all(self.node, self.warm):
+                watching = asyncio.create_task(self._watch_former(worker), name=f"former-worker-{worker.watch_id}")
+                stack.push_async_callback(_cancelled, watching)
         reclaim_all(self.node)
         stack.push_async_callback(self.keeper.close)
         server = make_server([self._guard()], config.limits.max_message_bytes)
@@ -110,7 +118,10 @@ class Daemon:
             await self.fd_channel.start()
             stack.push_async_callback(self.fd_channel.close)
         if config.tcp:
-            self.tcp_port = listen_tcp(server, *split_host_port("--tcp", "tcp", config.tcp))
+            check_exposure(config)
+            tls = TlsFiles.of(config)
+            address = split_host_port("--tcp", "tcp", config.tcp)
+            self.tcp_port = listen_tcp(server, *address, tls.credentials() if tls else None)
         add_engine_services(server, self.node, self.keeper, self.fd_channel, self.health)
         await self._start_admin(server)
         await self._start_server(server)
@@ -191,6 +202,14 @@ class Daemon:
             await asyncio.sleep(min(0.02, self.node.drain_left_s))
         logger.info("drained: %d sessions are cut off", self.node.sessions.num_open())
 
+    async def _watch_former(self, worker: FormerWorker) -> None:
+        """Until a process that mapped a pool before the restart is gone."""
+        try:
+            await wait_readable(worker.pid_fd)
+            self.node.worker_gone(worker.watch_id)
+        finally:
+            os.close(worker.pid_fd)
+
     async def _tick_forever(self) -> None:
         """Leases, reaping, the loop's own lag. Slices of reaping yield to waiting steps in between."""
         interval_s, loop = self.config.tick_interval_s, asyncio.get_running_loop()
@@ -219,11 +238,17 @@ def _claim_sockets(config: ServerConfig) -> dict[str, SocketClaim]:
     return claims
 
 
-def _open_state(config: ServerConfig) -> WarmRestart | None:
+def _open_state(config: ServerConfig, boot_id: str, hit: Callable[[str], None] | None) -> WarmRestart | None:
     """What a former daemon left and a later one will find; None: this daemon leaves nothing."""
     if not config.keep_pools:
         return None
-    return WarmRestart(config.state_path, max_sessions=config.limits.max_sessions)
+    return WarmRestart(
+        config.state_path,
+        boot_id=boot_id,
+        max_sessions=config.limits.max_sessions,
+        max_workers=config.limits.max_exports,
+        hit=hit,
+    )
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from kvhold_server.failpoints import Failpoints, Stopped
-from kvhold_server.memory.recovery_errors import SessionRecordsFull
-from kvhold_server.memory.session_records import PLACES, SLOT_BYTES, SessionRecord, SessionRecords
+from kvhold_server.memory.record_slots import PLACES
+from kvhold_server.memory.recovery_errors import RecordsFull
+from kvhold_server.memory.session_records import SessionRecord, SessionRecords
+
+SLOT_BYTES = 1024
 
 
 def record(name: str, epoch: int = 1, **changes: str) -> SessionRecord:
@@ -48,7 +51,7 @@ def test_the_file_is_bounded_and_a_full_one_still_takes_changes(tmp_path: Path) 
     records, _ = SessionRecords.open(tmp_path / "s", max_sessions=2)
     records.put(record("a"))
     records.put(record("b"))
-    with pytest.raises(SessionRecordsFull):
+    with pytest.raises(RecordsFull):
         records.put(record("c"))
     for epoch in range(2, 9):
         records.put(record("a", epoch=epoch))
@@ -71,7 +74,7 @@ def test_long_texts_fit(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_of_a_resume_leaves_one_of_the_two_states(tmp_path: Path, place: str) -> None:
     records, _ = SessionRecords.open(tmp_path / "s", max_sessions=2)
     records.put(record("a"))
-    records._hit = Failpoints.parse(f"{place}=raise")
+    records._slots._hit = Failpoints.parse(f"{place}=raise")
     with pytest.raises(Stopped):
         records.put(record("a", epoch=2))
     records.close()

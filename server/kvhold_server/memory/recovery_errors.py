@@ -24,9 +24,9 @@ class ManifestUnreadable(PreconditionFailed):
 
 
 @dataclass(eq=False)
-class SessionRecordsFull(Exhausted):
-    """More sessions than the file has room for."""
+class RecordsFull(Exhausted):
+    """A file of records has room for no more."""
 
-    template = "{path} has room for {max_sessions} sessions"
+    template = "{path} has room for {max_records} records"
     path: str
-    max_sessions: int
+    max_records: int

@@ -50,6 +50,7 @@ class PoolOverrides:
     max_model_len_tokens: int = 0
     groups: tuple[GroupConfig, ...] = ()
     num_blocks: int = 0
+    num_retained_boundary_units: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,11 +301,15 @@ class Node:
             is_watched=is_watched,
             now_s=self.now_s,
         )
+        if self.warm is not None and watch.is_watched and watch.pid:
+            self.warm.worker_mapped(watch)
         return watch.id
 
     def worker_gone(self, watch_id: WatchId) -> None:
         """Its mapping is gone for certain."""
         self.watch.gone(watch_id)
+        if self.warm is not None:
+            self.warm.worker_gone(watch_id)
 
     # ---------------------------------------------------------------- sessions
     def open_session(

@@ -49,6 +49,7 @@ def build_pool_config(plan: Plan | None, options: PoolOptions, content: ContentI
         num_prefill_lookahead_tokens=options.num_prefill_lookahead_tokens
         or (plan.num_prefill_lookahead_tokens if plan else 0),
         retention_interval_tokens=options.retention_interval_tokens,
+        num_retained_boundary_units=overrides.num_retained_boundary_units,
         keep_shared_prefix_checkpoints=options.shared_prefix_checkpoint,
         num_reserved_low_blocks=options.num_reserved_low_blocks,
         needs_zeroing=plan is not None and any(rank.needs_zeroing for rank in plan.ranks),

@@ -62,8 +62,12 @@ def apply_step(
 def remember_preempted(live: LivePool, slot: int, command: StepCommand) -> None:
     """Sequences freed as preempted are admitted as resumed later, and counted apart then. Bounded, oldest forgotten."""
     known = live.preempted
-    if any(command.preempted):
+    if known and not command.preempted:
+        for sequence_id in command.items.free.sequence_ids:
+            known.pop((slot, sequence_id), None)
+    if command.preempted:
         for sequence_id, preempted in zip(command.items.free.sequence_ids, command.preempted, strict=True):
+            known.pop((slot, sequence_id), None)  # a finished id may be used again at once
             if preempted:
                 known[(slot, sequence_id)] = None
         while len(known) > MAX_REMEMBERED_PREEMPTIONS:

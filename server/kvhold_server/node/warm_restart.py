@@ -3,6 +3,7 @@
     <state directory>/pools/x.json      how pool x was asked for, its regions' files         PoolManifest
     <state directory>/pools/x.blocks    a record per block of it                             BlockTable
     <state directory>/sessions          open sessions: ids, epochs, digests of tokens        SessionRecords
+    <state directory>/workers           processes that map a pool writably                   WorkerRecords
 
     made       regions reserved ─▶ table created ─▶ manifest saved ─▶ the pool is answered
     restart    manifest read ─▶ regions adopted ─▶ table scanned ─▶ pool filled ─▶ sessions may resume
@@ -25,7 +26,9 @@ from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.block_table_header import TableIdentity, identity_digest
 from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
-from kvhold_server.memory.session_records import SessionRecord, SessionRecords
+from kvhold_server.memory.process_identity import start_ticks
+from kvhold_server.memory.recovery_errors import RecordsFull
+from kvhold_server.memory.session_records import SessionRecord, SessionRecords, WorkerRecord, WorkerRecords
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.journal import BlockJournal
 from kvhold_server.node.live_pool import RecoveryReport
@@ -34,6 +37,7 @@ from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import restore_cached
 from kvhold_server.pool.values import Completed
 from kvhold_server.sessions.session import EndCause, Session
+from kvhold_server.sessions.worker_watch import Watch, WatchId
 
 PERSISTENT_BACKENDS = ("posix_shm",)
 
@@ -50,13 +54,26 @@ class MadePool:
 class WarmRestart:
     """Owner of the state directory."""
 
-    def __init__(self, state_directory: Path, *, max_sessions: int, hit: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        state_directory: Path,
+        *,
+        boot_id: str,
+        max_sessions: int,
+        max_workers: int,
+        hit: Callable[[str], None] | None = None,
+    ) -> None:
         """Reads what a former daemon left. Raises OSError, ShmTooSmall, SystemCallFailed."""
         self.manifests = ManifestDirectory(state_directory)
         self.records, self.former_sessions = SessionRecords.open(
             state_directory / "sessions", max_sessions=max_sessions, hit=hit
         )
+        self.workers, self.former_workers = WorkerRecords.open(
+            state_directory / "workers", max_workers=max_workers, hit=hit
+        )
+        self.num_unrecorded_workers = 0  # the file was full
         self.lost: dict[PoolName, tuple[str, str]] = {}  # pools that could not be offered again → reason, detail
+        self._boot_id = boot_id
         self._hit = hit
 
     # ------------------------------------------------------------------- pools
@@ -147,6 +164,34 @@ class WarmRestart:
     def session_gone(self, session: Session) -> None:
         """Its blocks are settled."""
         self.records.drop(session.session_id)
+
+    # ----------------------------------------------------------------- workers
+    def worker_mapped(self, watch: Watch) -> None:
+        """A process that can be proven gone maps a rank: a successor must wait for it, too."""
+        record = WorkerRecord(
+            key=self._worker_key(watch.id),
+            pool=watch.pool,
+            rank=watch.rank,
+            session_id=watch.session_id or "",
+            pid=watch.pid,
+            start_ticks=start_ticks(watch.pid),
+        )
+        try:
+            self.workers.put(record)
+        except RecordsFull:
+            self.num_unrecorded_workers += 1
+
+    def worker_gone(self, watch_id: WatchId) -> None:
+        """It is gone for certain."""
+        self.workers.drop(self._worker_key(watch_id))
+
+    def _worker_key(self, watch_id: WatchId) -> str:
+        return f"{self._boot_id}.{watch_id}"
+
+    def close(self) -> None:
+        """Unmaps the files; they stay for the next daemon."""
+        self.records.close()
+        self.workers.close()
 
 
 def is_persistent(command: OpenPoolCommand) -> bool:

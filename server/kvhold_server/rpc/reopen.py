@@ -6,8 +6,9 @@ manifest ─▶ plan ─▶ adopt every region ─▶ scan the table ─▶ pool
 """
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvhold.v1 import pool_pb2 as pb
 from kvhold_server.domain.errors import KvholdError
@@ -15,21 +16,35 @@ from kvhold_server.domain.ids import Epoch, PoolName, SessionId
 from kvhold_server.memory.backend import MemoryBackend, Region, RegionRequest
 from kvhold_server.memory.errors import UnknownRegion
 from kvhold_server.memory.pool_manifest import PoolManifest
+from kvhold_server.memory.process_identity import start_ticks
 from kvhold_server.memory.recovery_errors import BlockTableUnusable
-from kvhold_server.memory.session_records import SessionRecord
+from kvhold_server.memory.session_records import SessionRecord, WorkerRecord
 from kvhold_server.node.node import Node
 from kvhold_server.node.opening import Opening
 from kvhold_server.node.warm_restart import WarmRestart
+from kvhold_server.rpc.fd_peer import open_pidfd
 from kvhold_server.rpc.planning import make_plan
 from kvhold_server.rpc.pool_codec import decode_open_pool
 from kvhold_server.sessions.session import OpenRequest
 from kvhold_server.sessions.session_table import RestoredSession
+from kvhold_server.sessions.worker_watch import WatchId
 
 logger = logging.getLogger(__name__)
 
 
-def reopen_all(node: Node, warm: WarmRestart) -> None:
-    """Before the daemon serves. What cannot be kept is logged, and its memory given back. Does not fail."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerWorker:
+    """A process that mapped a pool before the restart, and still runs."""
+
+    watch_id: WatchId
+    pid_fd: int  # the caller waits for it, and closes it
+
+
+def reopen_all(node: Node, warm: WarmRestart) -> list[FormerWorker]:
+    """Before the daemon serves. What cannot be kept is logged, and its memory given back. Does not fail.
+
+    Returns the processes whose end the caller must report to the node.
+    """
     manifests, problems = warm.manifests.load()
     for problem in problems:
         logger.warning("a pool is not offered again: %s", problem)
@@ -38,8 +53,10 @@ def reopen_all(node: Node, warm: WarmRestart) -> None:
             _reopen(node, warm, manifest)
         except (KvholdError, ValueError) as error:  # ValueError: the message cannot be decoded
             _give_up(warm, manifest.name, error)
-    for record in warm.former_sessions:
-        _restore(node, warm, record)
+    for session in warm.former_sessions:
+        _restore(node, warm, session)
+    found = [_watch(node, warm, worker) for worker in warm.former_workers]
+    return [worker for worker in found if worker is not None]
 
 
 def reclaim_all(node: Node) -> None:
@@ -94,6 +111,22 @@ def _give_up(warm: WarmRestart, name: PoolName, error: Exception) -> None:
     warm.forget_pool(name)
     warm.lost[name] = (reason, detail)
     logger.warning("pool %s begins fresh: %s: %s", name, reason, detail)
+
+
+def _watch(node: Node, warm: WarmRestart, record: WorkerRecord) -> FormerWorker | None:
+    """Watches a process again; None if it is gone, or what it maps is."""
+    found = None
+    pid_fd = open_pidfd(record.pid) if PoolName(record.pool) in node.pools else -1
+    if pid_fd >= 0:
+        if record.start_ticks == start_ticks(record.pid):  # with the descriptor open the number cannot change hands
+            watch_id = node.worker_mapped(
+                PoolName(record.pool), record.rank, record.session_id, record.pid, is_watched=True
+            )
+            found = FormerWorker(watch_id=watch_id, pid_fd=pid_fd)
+        else:
+            os.close(pid_fd)
+    warm.workers.drop(record.key)
+    return found
 
 
 def _restore(node: Node, warm: WarmRestart, record: SessionRecord) -> None:
