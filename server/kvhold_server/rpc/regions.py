@@ -11,6 +11,8 @@ from kvhold_server.memory.reservation import Reserver
 
 # How long one driver or kernel call may take, beside the time that the caller wants to wait for others to let go.
 CALL_TIMEOUT_S = 120.0
+# Host pages are zeroed as they are reserved: 1 to 4 GB/s on an idle machine, so a large region may take minutes.
+SLOWEST_FILL_BYTES_PER_S = 250e6
 
 
 class RegionKeeper:
@@ -26,7 +28,8 @@ class RegionKeeper:
         held: list[Region] = []
         try:
             for request in requests:
-                held.append(await reserver.reserve(request, timeout_s=CALL_TIMEOUT_S, wait_s=wait_s))
+                timeout_s = CALL_TIMEOUT_S + request.size_bytes / SLOWEST_FILL_BYTES_PER_S
+                held.append(await reserver.reserve(request, timeout_s=timeout_s, wait_s=wait_s))
         except BaseException:
             await asyncio.shield(self.release(backend, held))
             raise
