@@ -48,6 +48,7 @@ class Groups:
     def __init__(self, config: PoolConfig, store: BlockStore) -> None:
         self.config = config
         self.store = store
+        self.unit_tokens, self.block_tokens = config.hash_unit_tokens, config.scheduler_block_tokens
         self.policies = [make_policy(gid, group, config, store) for gid, group in enumerate(config.groups)]
         self.is_single = len(self.policies) == 1
         flagged = any(group.is_eagle for group in config.groups)
@@ -64,7 +65,12 @@ class Groups:
             policy.any_eagle = any_eagle
             if isinstance(policy, ChunkedLocalPolicy):
                 policy.needs_proof = not proven
+            policy.settle()
         self.classes = self._make_classes(cacheable)
+        self.skipping = [policy for policy in self.policies if policy.skips]
+        self.plain_sizes = [policy.block_tokens for policy in self.policies if policy.grows_plainly]
+        if len(self.plain_sizes) < len(self.policies):
+            self.plain_sizes = []
         self.has_states = any(policy.config.kind is GroupKind.MAMBA for policy in self.policies)
         self.withheld_tokens = max(
             0, config.num_prefill_lookahead_tokens - 1
@@ -145,17 +151,19 @@ class Groups:
     # --------------------------------------------------------------- publish
     def publish(self, sequence: Sequence, tokens: int, turn: Turn) -> None:
         """Offers what `tokens` known tokens fill, as far as their hashes are known (§11 C1)."""
-        unit = self.config.hash_unit_tokens
+        unit = self.unit_tokens
         if tokens // unit > len(sequence.hashes):
             tokens = len(sequence.hashes) * unit
         if self.is_single:
             self.policies[0].publish(sequence, max(0, tokens - self.withheld_tokens), turn)
             return
-        block, align = self.config.scheduler_block_tokens, self.align
+        block, align = self.block_tokens, self.align
         base = tokens if self.is_fine else tokens // block * block
+        has_partials, offered = self.has_partials, sequence.offered
         for policy in self.policies:
             if not policy.is_eagle:
-                policy.publish(sequence, base, turn)
+                if has_partials or base // policy.block_tokens > offered[policy.gid]:
+                    policy.publish(sequence, base, turn)
             elif base:
                 final = max(0, tokens - self.withheld_tokens)
                 policy.publish(sequence, min(final, final // align * align + policy.block_tokens), turn)

@@ -71,6 +71,7 @@ class Pool:
         self.groups = Groups(config, self.store)
         self.admission = Admission(config, self.store, self.groups)
         self.tenures = Tenures(config, self.store)
+        self._nothing: list[list[int]] = [[] for _ in config.groups]  # an answer; never changed
         self._zeroing = config.needs_zeroing or self.groups.has_states
 
     # ---------------------------------------------------------------- sessions
@@ -225,6 +226,7 @@ class Pool:
         output = turn.output
         status, counts, flat = output.extend_status, output.extend_counts, output.extend_blocks
         no_counts = [0] * len(self.groups.policies)
+        nothing, ok = self._nothing, Status.OK
         num = len(columns.sequence_ids)
         cuts = _cut(columns.hashes, columns.hash_counts) if columns.hashes else repeat([])
         rows = zip(
@@ -254,10 +256,13 @@ class Pool:
                 status += [Status.NOT_TRIED] * num_left
                 counts += no_counts * num_left
                 return False
-            status.append(Status.OK)
-            for blocks in new:
-                counts.append(len(blocks))
-                flat += blocks
+            status.append(ok)
+            if new is nothing:
+                counts += no_counts
+            else:
+                for blocks in new:
+                    counts.append(len(blocks))
+                    flat += blocks
         return True
 
     def _step_admit(self, turn: Turn, items: StepInput, may_admit: bool) -> None:
@@ -340,7 +345,7 @@ class Pool:
         )
         if new is None:
             return Extended(status=Status.REFUSED, new_blocks=[])
-        return Extended(status=Status.OK, new_blocks=new)
+        return Extended(status=Status.OK, new_blocks=[blocks.copy() for blocks in new])
 
     def _extend(
         self,
@@ -365,22 +370,58 @@ class Pool:
             slots = self.config.max_model_len
         if hashes:
             sequence.hashes += hashes
-        main = slots - lookahead
+        groups = self.groups
+        for policy in groups.skipping:
+            policy.release_skipped(sequence, processed, turn)
+        new: list[list[int]] | None
+        if groups.plain_sizes:
+            new = self._grow_plain(turn, sequence, slots, reserved)
+        else:
+            new = self._grow_each(turn, sequence, slots, slots - lookahead, computed, num_encoder_tokens, reserved)
+        if new is None:
+            return None
+        if publish and self.config.enable_caching and not sequence.is_stale:
+            groups.publish(sequence, publish, turn)
+        return new
+
+    def _grow_plain(self, turn: Turn, sequence: Sequence, slots: int, reserved: int) -> list[list[int]] | None:
+        """Tables that just grow with the sequence: one draw for all groups, cut in their order."""
+        missing = [
+            -(-slots // size) - len(table) for size, table in zip(self.groups.plain_sizes, sequence.tables, strict=True)
+        ]
+        if max(missing) <= 0:
+            return self._nothing
+        need = sum(missing) if min(missing) >= 0 else sum(num for num in missing if num > 0)
+        if need > self.store.available(turn.session) - reserved:
+            return None
+        blocks = self.store.take(need, turn.session)
+        if turn.zeroing:
+            turn.output.zero_blocks += blocks
+        new, start = [], 0
+        for num, table in zip(missing, sequence.tables, strict=True):
+            if num > 0:
+                drawn = blocks[start : start + num]
+                table += drawn
+                new.append(drawn)
+                start += num
+            else:
+                new.append([])
+        return new
+
+    def _grow_each(
+        self, turn: Turn, sequence: Sequence, slots: int, main: int, computed: int, encoder: int, reserved: int
+    ) -> list[list[int]] | None:
+        """Any mixture of kinds: each counts, then each draws."""
         policies = self.groups.policies
         need = 0
         for policy in policies:
-            policy.release_skipped(sequence, processed, turn)
-        for policy in policies:
-            need += policy.need_growth(sequence, num_encoder_tokens if policy.covers_encoder else slots, main, computed)
+            need += policy.need_growth(sequence, encoder if policy.covers_encoder else slots, main, computed)
         if need > 0 and need > self.store.available(turn.session) - reserved:
             return None
-        new = [
-            policy.grow(sequence, num_encoder_tokens if policy.covers_encoder else slots, main, computed, turn)
+        return [
+            policy.grow(sequence, encoder if policy.covers_encoder else slots, main, computed, turn)
             for policy in policies
         ]
-        if publish and self.config.enable_caching and not sequence.is_stale:
-            self.groups.publish(sequence, publish, turn)
-        return new
 
     def admit(
         self,

@@ -73,6 +73,8 @@ class GroupPolicy:
     finds_units = False  # can end a hit inside a block
     proves_prefix = True  # a hit rests on at least one block whose hash stands for the whole prefix
     is_drop_free = False  # an eagle group of this kind loses nothing
+    skips = False  # lets go of blocks while the sequence runs
+    grows_plainly = True  # a table covers the sequence's tokens, no more and no less
     is_indivisible = False  # its blocks do not stand for token ranges
     covers_encoder = False  # its tables cover encoder tokens instead of the sequence's
     wants_zeroing = True  # new blocks are listed for zeroing where the pool needs that
@@ -87,6 +89,11 @@ class GroupPolicy:
         self.is_eagle = False  # set by the hybrid: flagged, or all are
         self.align_tokens = pool.scheduler_block_tokens  # hits end at its multiples; set by the hybrid
         self.any_eagle = False
+        self._is_dense = False
+
+    def settle(self) -> None:
+        """The hybrid has set what depends on the other groups."""
+        self._is_dense = self.is_dense
 
     # ---------------------------------------------------------------- lookup
     def find(self, prefix: Prefix, groups: Seq[int], limit: int, drop: bool, align: int) -> Found:
@@ -193,6 +200,11 @@ class GroupPolicy:
         return target
 
     # --------------------------------------------------------------- publish
+    @property
+    def is_dense(self) -> bool:
+        """Every block can serve a hit: `mask` need not be asked."""
+        return True
+
     def mask(self, sequence: Sequence, start: int, end: int) -> Seq[int] | None:
         """Blocks of [start, end) that can serve a hit; None = all."""
         return None
@@ -200,15 +212,16 @@ class GroupPolicy:
     def publish(self, sequence: Sequence, tokens: int, turn: Turn) -> None:
         """Offers every block that `tokens` known tokens fill, each once."""
         start = sequence.offered[self.gid]
-        end = min(tokens // self.block_tokens, len(sequence.tables[self.gid]))
+        end = tokens // self.block_tokens
         if end > start:
+            end = min(end, len(sequence.tables[self.gid]))
             self._publish_full(sequence, start, end, turn)
             sequence.offered[self.gid] = end
 
     def _publish_full(self, sequence: Sequence, start: int, end: int, turn: Turn) -> None:
         view = sequence.block_hashes(self.stride)
         table = sequence.tables[self.gid]
-        kept = self.mask(sequence, start, end)
+        kept = None if self._is_dense else self.mask(sequence, start, end)
         blocks = table[start:end]
         if kept is None and all(blocks):
             hashes = view[start:end]

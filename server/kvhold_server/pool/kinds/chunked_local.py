@@ -16,6 +16,7 @@ from kvhold_server.pool.kinds.base import Found, GroupPolicy, Prefix, cdiv
 class ChunkedLocalPolicy(GroupPolicy):
     """Keeps the current chunk."""
 
+    skips = True
     proves_prefix = False
     needs_proof = False  # set by the hybrid: no other group proves a prefix
 

@@ -11,6 +11,7 @@ class CrossAttentionPolicy(GroupPolicy):
     """`slots` is what the caller passes for this kind: encoder tokens."""
 
     covers_encoder = True
+    grows_plainly = False
     is_indivisible = True
 
     def take_external(self, sequence: Sequence, total: int, turn: Turn) -> None:

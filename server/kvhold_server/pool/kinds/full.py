@@ -98,6 +98,8 @@ def publish_partial(
 class RswaPolicy(FullPolicy):
     """The prompt is kept, of the output only a window."""
 
+    skips = True
+
     def release_skipped(self, sequence: Sequence, processed: int, turn: Turn) -> None:
         size, prompt = self.block_tokens, sequence.num_prompt_tokens
         table = sequence.tables[self.gid]

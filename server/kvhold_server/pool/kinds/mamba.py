@@ -30,15 +30,21 @@ from kvhold_server.pool.values import Copy, HandOff
 class MambaPolicy(GroupPolicy):
     """Modes "none" and "all"."""
 
+    skips = True
     finds_units = True
     is_drop_free = True
     is_indivisible = True
+    grows_plainly = False
     wants_zeroing = False
 
     def __init__(self, gid: int, config: GroupConfig, pool: PoolConfig, store: BlockStore) -> None:
         super().__init__(gid, config, pool, store)
         self.num_spec = config.num_speculative_blocks
         self.extra_tokens = self.num_spec * config.block_size_tokens
+
+    @property
+    def is_dense(self) -> bool:
+        return self.pool.retention_interval_tokens is None
 
     def skipped_tokens(self, processed: int) -> int:
         return processed - 1

@@ -10,6 +10,7 @@ from kvhold_server.pool.turn import Turn
 class RingPolicy(GroupPolicy):
     """One block, whatever the length."""
 
+    grows_plainly = False
     wants_zeroing = False
 
     def cap_blocks(self) -> int | None:

@@ -13,10 +13,21 @@ from collections.abc import Sequence as Seq
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.kinds.base import Found, GroupPolicy, Prefix, cdiv
 from kvhold_server.pool.sequence import Sequence
+from kvhold_server.pool.turn import Turn
 
 
 class SlidingWindowPolicy(GroupPolicy):
     """Keeps the window, and `extra_retained_tokens` behind it."""
+
+    skips = True
+
+    @property
+    def is_dense(self) -> bool:
+        if self.align_tokens % self.block_tokens:
+            return True
+        if self.pool.retention_interval_tokens is not None:
+            return False
+        return self.needed_blocks + self.is_eagle >= self.align_tokens // self.block_tokens
 
     @property
     def needed_blocks(self) -> int:
@@ -30,6 +41,16 @@ class SlidingWindowPolicy(GroupPolicy):
 
     def skipped_tokens(self, processed: int) -> int:
         return max(0, processed - self.config.window_tokens + 1 - self.config.extra_retained_tokens)
+
+    def release_skipped(self, sequence: Sequence, processed: int, turn: Turn) -> None:
+        config = self.config
+        last = (processed - config.window_tokens + 1 - config.extra_retained_tokens) // self.block_tokens
+        if last > 0:
+            table = sequence.tables[self.gid]
+            if last > len(table):
+                last = len(table)
+            if last and table[last - 1]:
+                self._null_down(table, last, 0, turn)
 
     def cap_blocks(self) -> int | None:
         pool = self.pool
