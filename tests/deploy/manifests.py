@@ -1,6 +1,9 @@
 """Every way in which the chart can be rendered, as values with names; shared by the tests that look at renders."""
 
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -58,3 +61,13 @@ def kvhold_container(manifests: list[Manifest]) -> Manifest:
     spec = pod_spec(workload(manifests))
     containers: list[Manifest] = spec.get("initContainers", []) + spec["containers"]
     return next(c for c in containers if c["name"] == "kvhold")
+
+
+def load_module(path: Path) -> ModuleType:
+    """A script of deploy/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"deploy_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,5 @@
 """The chart in all modes: valid against real schemas, and what its pods promise."""
 
-import dataclasses
 import json
 import subprocess
 import tomllib
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvhold_server.config import ServerConfig, load_config
-from kvhold_server.domain.service_limits import ServiceLimits
+from kvhold_server.config import load_config
 from tests.deploy.manifests import (
     CHART,
     DIGEST,
@@ -21,6 +19,7 @@ from tests.deploy.manifests import (
     Manifest,
     documents,
     kvhold_container,
+    load_module,
     pod_spec,
     variants,
     workload,
@@ -33,10 +32,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kuberne
 
 MINORS = ("1.37.0", "1.36.0", "1.35.0")
 VARIANTS = variants()
-# The daemon's settings that the chart decides itself.
 CHART_OWNED = {"socket", "socket_gid", "admin_socket", "state_dir", "health", "metrics"}
-# The daemon's settings that make no sense in a pod: TCP for engines needs certificates and another threat model.
-NOT_IN_CHART = {"tcp", "insecure", "tls_cert", "tls_key", "tls_client_ca", "tenant_from_certificate"}
 
 # Checks of checkov that we break on purpose, and why.
 ARGUED = {
@@ -107,12 +103,7 @@ def test_kustomize_builds_and_fits_the_schema(
 
 
 def test_kustomize_and_chart_files_are_up_to_date(deploy_dir: Path) -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("deploy_render", deploy_dir / "render.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(deploy_dir / "render.py")
     assert module.stale() == [], "run python deploy/render.py"
 
 
@@ -178,13 +169,11 @@ def test_sidecar_without_engine_image_is_refused_with_the_value_to_set() -> None
         render({"mode": "sidecar"})
 
 
-def test_chart_knows_every_setting_of_the_daemon() -> None:
-    allowed = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]["properties"]
-    settings = {field.name for field in dataclasses.fields(ServerConfig)}
-    assert set(allowed) | CHART_OWNED | NOT_IN_CHART >= settings, "new setting: add it to values.schema.json"
-    assert set(allowed) <= settings, "the daemon no longer knows it"
-    limits = {field.name for field in dataclasses.fields(ServiceLimits)}
-    assert set(allowed["limits"]["properties"]) == limits
+def test_values_schema_knows_every_setting_of_the_daemon(deploy_dir: Path) -> None:
+    schema = load_module(deploy_dir / "values_schema.py")
+    assert schema.TARGET.read_text() == schema.text(), "run python deploy/values_schema.py"
+    assert schema.CHART_OWNED == CHART_OWNED
+    assert not set(schema.settings()) & (CHART_OWNED | schema.NOT_IN_CHART)
 
 
 def test_daemon_accepts_the_rendered_configuration(manifests: list[Manifest], tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Dashboards, rules and metrics against what a live Prometheus has scraped from a live, loaded daemon."""
 
-import importlib.util
+import asyncio
 import json
 import re
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from tests.deploy.live import LiveDaemon, prometheus
+from tests.deploy.load import run_load
+from tests.deploy.manifests import load_module
 
 promql_parser = pytest.importorskip("promql_parser", reason="promql-parser is not installed")
 
@@ -24,17 +27,6 @@ SCRAPES_S = 8.0
 MAY_BE_EMPTY = {"Calls that failed", "Calls running"}
 # Recording rules that need a longer past than a test has.
 NEEDS_PAST: set[str] = set()
-
-
-def load_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"deploy_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +42,6 @@ def boards(deploy_dir: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def server(loaded: LiveDaemon, tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Prometheus after a few scrapes under load."""
-    import asyncio
-    import threading
-
-    from tests.deploy.load import run_load
-
     program = tool("prometheus")
     load = threading.Thread(target=lambda: asyncio.run(run_load(loaded.target, seconds=SCRAPES_S)), daemon=True)
     with prometheus(tmp_path_factory.mktemp("prometheus"), program, loaded.http) as url:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def test_k8s_05_small_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_k8s_06_low_memlock_names_the_limit_and_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """K8S-06: the limit by its name, its value, and where to raise it."""
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     found = findings(doctor.Machine(environ={}))["memlock"]
     assert found.verdict == "warn"

@@ -141,11 +141,13 @@ def listen_unix(server: grpc.aio.Server, claim: SocketClaim, gid: int) -> None:
     claim.open_to_group(gid)
 
 
-def listen_tcp(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds and returns the port. Raises AddressInUse."""
+def listen_tcp(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """Binds, in plaintext without credentials, and returns the port. Raises AddressInUse."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressInUse(address, str(error)) from None
     if not bound:

@@ -48,6 +48,7 @@ CODES: dict[type[KvholdError], grpc.StatusCode] = {
 CODE_OF_REASON: dict[str, grpc.StatusCode] = {
     "POOL_BUSY": grpc.StatusCode.ABORTED,
     "GENERATION_CONFLICT": grpc.StatusCode.ABORTED,
+    "TENANT_MISMATCH": grpc.StatusCode.PERMISSION_DENIED,
 }
 
 

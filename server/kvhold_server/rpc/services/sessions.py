@@ -12,6 +12,7 @@ from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.node.node import Node
 from kvhold_server.pool.restore import HeldSequence
 from kvhold_server.rpc.pool_codec import duration
+from kvhold_server.rpc.tls import tenant_of
 from kvhold_server.sessions.lease import SessionState
 from kvhold_server.sessions.session import OpenRequest, Session
 
@@ -28,7 +29,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         node = self._node
         opened = node.open_session(
-            _open_request(request, node.limits.max_name_length),
+            _open_request(request, node.limits.max_name_length, tenant_of(context, request.tenant, DEFAULT_TENANT)),
             request.resume_token,
             lambda live: decode_held(request.held, live.identity.options.hash_size_bytes, node.limits),
         )
@@ -140,7 +141,7 @@ def decode_held(messages: Iterable[pb.HeldSequence], hash_size_bytes: int, limit
     return held
 
 
-def _open_request(request: pb.OpenSessionRequest, max_name_length: int) -> OpenRequest:
+def _open_request(request: pb.OpenSessionRequest, max_name_length: int, tenant: str) -> OpenRequest:
     if len(request.client_name) > max_name_length:
         rule = f"must have at most {max_name_length} characters"
         raise InvalidField("client_name", f"{len(request.client_name)} characters", rule)
@@ -149,7 +150,7 @@ def _open_request(request: pb.OpenSessionRequest, max_name_length: int) -> OpenR
     return OpenRequest(
         pool=PoolName(request.pool),
         client_name=request.client_name,
-        tenant=request.tenant or DEFAULT_TENANT,
+        tenant=tenant,
         request_id=request.request_id,
         pid=request.pid,
     )
