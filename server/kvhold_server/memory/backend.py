@@ -137,6 +137,7 @@ class MemoryBackend(ABC):
     """Hands out regions. Every method may raise `DriverCallFailed` or `SystemCallFailed` beside what it names."""
 
     name: str  # as in configuration, contract and metrics
+    keeps_regions: bool = False  # `list_existing` may find what an earlier daemon made
 
     @abstractmethod
     def granularity_bytes(self, device_index: int) -> int:

@@ -9,6 +9,7 @@ from kvhold_server.memory.backend import (
     ExportedRegion,
     MemoryBackend,
     MemoryUsage,
+    ReclaimReport,
     Region,
     RegionRequest,
 )
@@ -21,6 +22,7 @@ class DeviceWithHost(MemoryBackend):
         self.name = device.name
         self._device = device
         self._host = host
+        self.keeps_regions = device.keeps_regions and host.keeps_regions
 
     def granularity_bytes(self, device_index: int) -> int:
         return self._device.granularity_bytes(device_index)
@@ -39,6 +41,17 @@ class DeviceWithHost(MemoryBackend):
 
     def resize(self, region: Region, size_bytes: int) -> Region:
         return self._of(host=region.host).resize(region, size_bytes)
+
+    def list_existing(self) -> tuple[Region, ...]:
+        on_host = (region for region in self._host.list_existing() if region.host)
+        return (*self._device.list_existing(), *on_host)
+
+    def adopt(self, region: Region) -> Region:
+        return self._of(host=region.host).adopt(region)
+
+    def reclaim_stale(self) -> ReclaimReport:
+        """Of the devices; the host backend is asked by itself."""
+        return self._device.reclaim_stale()
 
     def health(self) -> BackendHealth:
         device, host = self._device.health(), self._host.health()

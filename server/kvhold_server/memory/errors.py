@@ -200,3 +200,12 @@ class ReservationTimedOut(Unavailable):
     timeout_s: float
     problem: str
     retry_after_s: float
+
+
+@dataclass(eq=False)
+class HolderUnreachable(Unavailable):
+    """The holder process does not answer, or refuses."""
+
+    template = "the holder at {path}: {problem}"
+    path: str
+    problem: str

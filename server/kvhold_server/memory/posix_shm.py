@@ -77,6 +77,7 @@ class PosixShmBackend(MemoryBackend):
     """Named shared memory of one instance."""
 
     name = "posix_shm"
+    keeps_regions = True
 
     def __init__(self, instance_directory: Path, options: PosixShmOptions | None = None) -> None:
         """Raises InstanceInUse, BackendUnavailable, HugePagesUnavailable."""
