@@ -13,7 +13,7 @@ from kvhold.v1 import block_pb2 as pb
 from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts, StepReply
 
 # What an absent entry of an optional column means, where it is not 0 or false.
-_DEFAULTS = {"expect_hit_tokens": -1}
+_DEFAULTS = {"expect_hit_tokens": -1, "max_hit_tokens": -1, "max_new_tokens": -1}
 
 
 def _default(name: str, value: Any) -> Any:

@@ -3,6 +3,7 @@
     python tests/conformance/run.py hashes FILE...    hashers of the client library
     python tests/conformance/run.py plan FILE...      PlanService of a running daemon (started here unless --endpoint)
     python tests/conformance/run.py blocks FILE...    block pool, in this process
+    python tests/conformance/run.py blocks-grpc FILE...    the same through a running daemon (grace period > replay)
 
 Prints each difference shortly and closes with `N passed, N failed, N skipped`; exits 0 if nothing failed.
 """
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from kvhold.v1 import plan_pb2_grpc
 from kvhold_client import LocalDaemon
-from tests.conformance import blocks_core, hashes, plan
+from tests.conformance import blocks_core, blocks_grpc, hashes, plan
 from tests.conformance.report import Outcome, Report
 
 RPC_TIMEOUT_S = 120.0
@@ -54,7 +55,7 @@ def daemon_at(endpoint: str | None) -> Iterator[str]:
     if endpoint is not None:
         yield endpoint
         return
-    with LocalDaemon() as daemon:
+    with LocalDaemon("--grace-period-s", "3600") as daemon:
         yield daemon.target
 
 
@@ -83,10 +84,20 @@ def run_blocks(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
         yield from blocks_core.check_file(path, blocks_core.CoreDriver(check_every=CHECK_INVARIANTS_EVERY))
 
 
+def run_blocks_grpc(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
+    with (
+        daemon_at(arguments.endpoint) as target,
+        grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel,
+    ):
+        for path in arguments.files:
+            yield from blocks_grpc.check_file(path, channel)
+
+
 MODES: dict[str, Callable[[argparse.Namespace], Iterator[Outcome | None]]] = {
     "hashes": run_hashes,
     "plan": run_plan,
     "blocks": run_blocks,
+    "blocks-grpc": run_blocks_grpc,
 }
 
 

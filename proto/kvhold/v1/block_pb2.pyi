@@ -304,11 +304,13 @@ class AdmitItems(_message.Message):
 
     @_builtins.property
     def max_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Upper bound of the hit. 0 or absent: num_tokens − 1 (the last token must be computed to give logits)."""
+        """Upper bound of the hit. −1 or absent: num_tokens − 1 (the last token must be computed to give logits). 0: no hit."""
 
     @_builtins.property
     def max_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Upper bound of the new tokens (long-prefill cap, encoder budget, all folded in). 0 or absent: unbounded."""
+        """Upper bound of the new tokens (long-prefill cap, encoder budget, all folded in). −1 or absent: unbounded. 0: none, for
+        sequences that only wait for loads.
+        """
 
     @_builtins.property
     def budget_overhead_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -425,7 +427,7 @@ class LookupItems(_message.Message):
 
     @_builtins.property
     def max_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Upper bound of the hit. 0 or absent: num_tokens − 1."""
+        """Upper bound of the hit. −1 or absent: num_tokens − 1. 0: no hit."""
 
     def __init__(
         self,

@@ -278,6 +278,7 @@ class PoolOverrides(_message.Message):
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_RETAINED_BOUNDARY_UNITS_FIELD_NUMBER: _builtins.int
     scheduler_block_size_tokens: _builtins.int
     """Block size that hits are aligned to. 0: the plan's."""
     hash_block_size_tokens: _builtins.int
@@ -288,6 +289,8 @@ class PoolOverrides(_message.Message):
     """Model length. 0: the plan's."""
     num_blocks: _builtins.int
     """Blocks, with `groups`. 0: the plan's."""
+    num_retained_boundary_units: _builtins.int
+    """With a retention interval: hit ends kept below each reachable one. Absent: 1."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupOverride]:
         """Groups that replace the plan's groups for block management, in order; then the pool has no memory views of its own
@@ -303,12 +306,15 @@ class PoolOverrides(_message.Message):
         max_model_len_tokens: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupOverride] | None = ...,
         num_blocks: _builtins.int = ...,
+        num_retained_boundary_units: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_retained_boundary_units", b"_num_retained_boundary_units", "num_retained_boundary_units", b"num_retained_boundary_units"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "hash_block_size_tokens", b"hash_block_size_tokens", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "scheduler_block_size_tokens", b"scheduler_block_size_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_retained_boundary_units", b"_num_retained_boundary_units", "groups", b"groups", "hash_block_size_tokens", b"hash_block_size_tokens", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_retained_boundary_units", b"num_retained_boundary_units", "scheduler_block_size_tokens", b"scheduler_block_size_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_retained_boundary_units: _TypeAlias = _typing.Literal["num_retained_boundary_units"]  # noqa: Y015
+    _WhichOneofArgType__num_retained_boundary_units: _TypeAlias = _typing.Literal["_num_retained_boundary_units", b"_num_retained_boundary_units"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_retained_boundary_units) -> _WhichOneofReturnType__num_retained_boundary_units | None: ...
 
 Global___PoolOverrides: _TypeAlias = PoolOverrides  # noqa: Y015
 
@@ -600,6 +606,7 @@ class PrefixStats(_message.Message):
     PREEMPTED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_REQUESTS_FIELD_NUMBER: _builtins.int
     SKIPPED_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_REQUESTS_FIELD_NUMBER: _builtins.int
     query_tokens: _builtins.int
     """Tokens asked for at admissions."""
     hit_own_tokens: _builtins.int
@@ -624,6 +631,8 @@ class PrefixStats(_message.Message):
     """Admissions that asked not to read the cache (`skip_lookup`), not part of the sum: how many."""
     skipped_query_tokens: _builtins.int
     """Admissions that asked not to read the cache, not part of the sum: their tokens."""
+    num_preempted_requests: _builtins.int
+    """Re-admissions after preemption, counted apart: how many."""
     def __init__(
         self,
         *,
@@ -639,10 +648,11 @@ class PrefixStats(_message.Message):
         preempted_hit_tokens: _builtins.int = ...,
         num_skipped_requests: _builtins.int = ...,
         skipped_query_tokens: _builtins.int = ...,
+        num_preempted_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_preempted_requests", b"num_preempted_requests", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,9 @@ def _overrides(m: pb.PoolOverrides) -> PoolOverrides:
         rule = f"must be at most {MAX_OVERRIDE_GROUPS}"
         raise InvalidField("options.overrides.groups", f"{len(m.groups)} entries", rule)
     groups = tuple(_group_override(f"options.overrides.groups[{i}]", group) for i, group in enumerate(m.groups))
-    return PoolOverrides(groups=groups, **values)
+    units = m.num_retained_boundary_units if m.HasField("num_retained_boundary_units") else 1
+    _ranged("options.overrides.num_retained_boundary_units", units, 0, MAX_INT32)
+    return PoolOverrides(groups=groups, num_retained_boundary_units=units, **values)
 
 
 def _group_override(path: str, m: pb.GroupOverride) -> GroupConfig:
@@ -210,6 +212,7 @@ def encode_prefix_stats(stats: PrefixStatistics) -> pb.PrefixStats:
         num_skipped_requests=stats.skipped_requests,
         skipped_query_tokens=stats.skipped_query_tokens,
         num_requests=stats.requests,
+        num_preempted_requests=stats.resumed_requests,
         preempted_query_tokens=stats.resumed_query_tokens,
         preempted_hit_tokens=stats.resumed_hit_tokens,
     )

@@ -147,8 +147,8 @@ def _admit(m: pb.AdmitItems, shape: WireShape, limits: ServiceLimits) -> AdmitCo
         num_prompt_tokens=column("admit.num_prompt_tokens", m.num_prompt_tokens, n),
         hash_counts=counts,
         hashes=hashes,
-        max_hit_tokens=_zero_is("admit.max_hit_tokens", m.max_hit_tokens, n, -1),
-        max_new_tokens=_zero_is("admit.max_new_tokens", m.max_new_tokens, n, -1),
+        max_hit_tokens=column("admit.max_hit_tokens", m.max_hit_tokens, n, low=-1),
+        max_new_tokens=column("admit.max_new_tokens", m.max_new_tokens, n, low=-1),
         budget_overhead=column("admit.budget_overhead_tokens", m.budget_overhead_tokens, n),
         alignment=_zero_is("admit.alignment_tokens", m.alignment_tokens, n, 1),
         num_lookahead_tokens=column("admit.num_lookahead_tokens", m.num_lookahead_tokens, n),
@@ -180,7 +180,7 @@ def decode_lookup(m: pb.LookupItems, shape: WireShape, limits: ServiceLimits) ->
         num_tokens=column("lookup.num_tokens", m.num_tokens, n, low=1),
         hash_counts=counts,
         hashes=cut_hashes("lookup", counts, m.hashes, shape),
-        max_hit_tokens=_zero_is("lookup.max_hit_tokens", m.max_hit_tokens, n, -1),
+        max_hit_tokens=column("lookup.max_hit_tokens", m.max_hit_tokens, n, low=-1),
     )
 
 
