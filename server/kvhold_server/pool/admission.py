@@ -48,6 +48,24 @@ class AdmitItem:
     expect_hit_tokens: int = -1
 
 
+class Refusal:
+    """What a waiting sequence was told, and when: the same question gets the same answer until something changes."""
+
+    __slots__ = ("_item", "_version", "answer")
+
+    def __init__(self, version: int, item: AdmitItem, answer: Admitted) -> None:
+        self._version = version
+        self._item = item
+        self.answer = answer
+
+    def holds(self, version: int, item: AdmitItem) -> bool:
+        """Is it still true for this item, which sends no hashes?"""
+        if self._version != version or item.hashes is not None:
+            return False
+        self._item.hashes = None
+        return self._item == item
+
+
 class Admission:
     """Step 1 to 6 for one pool."""
 
@@ -61,6 +79,9 @@ class Admission:
         """All or nothing. Raises SequenceExists, BadCount, HashesMissing, NeverFits."""
         owner = turn.owner
         sequence = self.waiting_sequence(owner, item.sequence_id, item.hashes)
+        refusal = sequence.refusal
+        if refusal is not None and refusal.holds(self.store.version, item):
+            return refusal.answer  # nothing has changed since it was refused
         self._check(item, sequence)
         sequence.num_prompt_tokens, sequence.num_tokens = item.num_prompt_tokens, item.num_tokens
         hit = self._look_up(turn, item, sequence)
@@ -75,10 +96,13 @@ class Admission:
         total = min(hit.tokens + item.num_external_tokens, self.config.max_model_len)
         main = total + new
         slots = min(main + item.num_lookahead_tokens, self.config.max_model_len)
-        refusal = self._what_hinders(turn, item, sequence, hit, total, slots, main)
-        if refusal is not Bound.NONE:
+        hindrance = self._what_hinders(turn, item, sequence, hit, total, slots, main)
+        if hindrance is not Bound.NONE:
             self._check_can_ever_fit(item)
-            return self._refuse(owner, sequence, hit, refusal, Status.REFUSED)
+            answer = self._refuse(owner, sequence, hit, hindrance, Status.REFUSED)
+            if hindrance is not Bound.STATE_NOT_WRITTEN and token_budget >= item.num_tokens + item.budget_overhead:
+                sequence.refusal = Refusal(self.store.version, item, answer)
+            return answer
         return self._apply(turn, item, sequence, hit, total, slots, main, new, bound)
 
     def waiting_sequence(self, owner: PoolSession, sequence_id: int, hashes: list[bytes] | None) -> Sequence:

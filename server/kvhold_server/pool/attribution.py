@@ -38,7 +38,9 @@ class Attribution:
     def record(self, owner: PoolSession, item: AdmitItem, sequence: Sequence, hit: HitResult) -> int:
         """Counts one successful admission, before anything is held; returns the hit tokens that were its session's."""
         statistics = (self.total, owner.statistics)
-        own = self._own_tokens(owner.serial, hit) if hit.tokens else 0
+        own = hit.tokens
+        if own and self.store.num_sessions > 1:
+            own = self._own_tokens(owner.serial, hit)
         if not self.groups.config.enable_caching:
             return 0
         if item.is_resumed:
@@ -72,6 +74,9 @@ class Attribution:
         assert reference is not None
         row = hit.blocks[reference.gid]
         origin_of = self.store.origin_of
+        sessions = {origin_of[block].session for block in row if block}  # type: ignore[union-attr]
+        if len(sessions) == 1:
+            return hit.tokens if session in sessions else 0
         own = 0
         is_own = False
         for i in range(len(row) - 1, -1, -1):

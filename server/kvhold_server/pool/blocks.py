@@ -44,6 +44,7 @@ class BlockStore:
         "num_provisional_blocks",
         "num_quarantined",
         "num_reserved",
+        "num_sessions",
         "origin_of",
         "refs",
         "residency",
@@ -79,6 +80,7 @@ class BlockStore:
         self.copies: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.secondary: dict[int, list[bytes]] = {}  # further hashes of a block: shorter prefixes that end inside it
         self.num_cached = 0  # free blocks that have a hash
+        self.num_sessions = 0  # ever opened: with one, every hit is its own
         self.num_provisional = 0  # origins that are not public
         self.num_provisional_blocks = 0
         self.dead_refs: Counter[int] = Counter()  # references that dead sessions hold
@@ -171,16 +173,17 @@ class BlockStore:
 
     def hold(self, blocks: list[int]) -> None:
         """One more reference to each of these hit blocks; null entries are skipped. Nothing else moves."""
-        refs, dead_refs = self.refs, self.dead_refs
-        leaving = []
-        for block in blocks:
-            if block:
-                count = refs[block]
-                if not count:
-                    leaving.append(block)
-                elif dead_refs and count == dead_refs.get(block):
-                    self.num_quarantined -= 1
-                refs[block] = count + 1
+        refs = self.refs
+        if self.dead_refs:
+            self._revive(blocks)
+        leaving = [block for block in blocks if not refs[block] and block]
+        if len(leaving) == len(blocks):
+            for block in blocks:
+                refs[block] = 1
+        else:
+            for block in blocks:
+                if block:
+                    refs[block] += 1
         if leaving:
             self.version += 1
             self.free.leave(leaving)
@@ -189,6 +192,13 @@ class BlockStore:
                 self.fences.leave_free(leaving)
         if self.residency.every:
             self.residency.touched(blocks)
+
+    def _revive(self, blocks: list[int]) -> None:
+        """Blocks that only dead sessions held are about to be held by a live one."""
+        refs, dead_refs = self.refs, self.dead_refs
+        for block in blocks:
+            if block and refs[block] and refs[block] == dead_refs.get(block):
+                self.num_quarantined -= 1
 
     def let_go(self, blocks: Iterable[int], step: OpenStep | None, *, fence_own: bool = False) -> None:
         """One reference less to each of these blocks, in order; null entries are skipped.

@@ -11,6 +11,7 @@
   stack as one negative entry, so that walking past it again costs one step, however long it is.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvhold_server.pool.errors import OutOfBlocks
@@ -38,7 +39,7 @@ class FreeList:
         self._fresh, self._end = first, end
         self._queue: list[int] = []
         self._head = 0
-        self._stale: dict[int, int] = {}
+        self._stale: Counter[int] = Counter()
         self._num_stale = 0
         self._runs: dict[int, _Run] = {}
         self._next_run = 1
@@ -163,15 +164,11 @@ class FreeList:
         self._queue += blocks
         self.count += len(blocks)
 
-    def leave(self, blocks: Iterable[int]) -> None:
+    def leave(self, blocks: list[int]) -> None:
         """These blocks, free and with a hash (so in the queue or a run), are held from now on."""
-        stale = self._stale
-        num = 0
-        for block in blocks:
-            stale[block] = stale.get(block, 0) + 1
-            num += 1
-        self.count -= num
-        self._num_stale += num
+        self._stale.update(blocks)
+        self.count -= len(blocks)
+        self._num_stale += len(blocks)
         if self._num_stale > self.count + _COMPACT_AT:
             self._compact()
 
@@ -185,7 +182,7 @@ class FreeList:
             self._stack.remove(block)
             self.count -= 1
         elif block in self.order():
-            self.leave((block,))
+            self.leave([block])
         else:
             raise ValueError(f"block {block} is not in the free list")
 
@@ -194,7 +191,7 @@ class FreeList:
         assert not self._runs
         self._stack, self._fresh = plain[::-1], self._end
         self._queue, self._head = list(cached), 0
-        self._stale, self._num_stale = {}, 0
+        self._stale, self._num_stale = Counter(), 0
         self.count = len(plain) + len(cached)
 
     def remove_plain(self, blocks: set[int]) -> None:
@@ -229,7 +226,7 @@ class FreeList:
                 run.blocks = list(_valid(run.blocks, stale))
         self._queue = list(_valid(self._queue[self._head :], stale))
         self._head = 0
-        self._stale = {}
+        self._stale = Counter()
         self._num_stale = 0
 
     def check_invariants(self) -> None:

@@ -155,15 +155,23 @@ class Groups:
         if tokens // unit > len(sequence.hashes):
             tokens = len(sequence.hashes) * unit
         if self.is_single:
-            self.policies[0].publish(sequence, max(0, tokens - self.withheld_tokens), turn)
+            policy = self.policies[0]
+            if policy.publishes_plainly:
+                policy.publish_full(sequence, (tokens - self.withheld_tokens) // policy.block_tokens, turn)
+            else:
+                policy.publish(sequence, max(0, tokens - self.withheld_tokens), turn)
             return
         block, align = self.block_tokens, self.align
         base = tokens if self.is_fine else tokens // block * block
         has_partials, offered = self.has_partials, sequence.offered
         for policy in self.policies:
             if not policy.is_eagle:
-                if has_partials or base // policy.block_tokens > offered[policy.gid]:
+                if has_partials or not policy.publishes_plainly:
                     policy.publish(sequence, base, turn)
+                else:
+                    end = base // policy.block_tokens
+                    if end > offered[policy.gid]:
+                        policy.publish_full(sequence, end, turn)
             elif base:
                 final = max(0, tokens - self.withheld_tokens)
                 policy.publish(sequence, min(final, final // align * align + policy.block_tokens), turn)

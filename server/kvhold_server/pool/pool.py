@@ -386,9 +386,20 @@ class Pool:
 
     def _grow_plain(self, turn: Turn, sequence: Sequence, slots: int, reserved: int) -> list[list[int]] | None:
         """Tables that just grow with the sequence: one draw for all groups, cut in their order."""
-        missing = [
-            -(-slots // size) - len(table) for size, table in zip(self.groups.plain_sizes, sequence.tables, strict=True)
-        ]
+        sizes = self.groups.plain_sizes
+        if len(sizes) == 1:
+            table = sequence.tables[0]
+            need = -(-slots // sizes[0]) - len(table)
+            if need <= 0:
+                return self._nothing
+            if need > self.store.available(turn.session) - reserved:
+                return None
+            blocks = self.store.take(need, turn.session)
+            table += blocks
+            if turn.zeroing:
+                turn.output.zero_blocks += blocks
+            return [blocks]
+        missing = [-(-slots // size) - len(table) for size, table in zip(sizes, sequence.tables, strict=True)]
         if max(missing) <= 0:
             return self._nothing
         need = sum(missing) if min(missing) >= 0 else sum(num for num in missing if num > 0)

@@ -42,14 +42,18 @@ class Residency:
 
     def handed_out(self, blocks: list[int]) -> None:
         """Their former content, if watched, is over; some are watched from now on."""
-        for block in blocks:
-            self.ended(block)
-            if self._num_handed_out % self.every == 0:
-                self._watched[block] = _Watched(self.now_s)
-            self._num_handed_out += 1
+        watched = self._watched
+        if watched and not watched.keys().isdisjoint(blocks):
+            for block in blocks:
+                self.ended(block)
+        for block in blocks[-self._num_handed_out % self.every :: self.every]:
+            watched[block] = _Watched(self.now_s)
+        self._num_handed_out += len(blocks)
 
     def touched(self, blocks: list[int]) -> None:
         """These blocks were hit."""
+        if self._watched.keys().isdisjoint(blocks):
+            return
         for block in blocks:
             watched = self._watched.get(block)
             if watched is not None:

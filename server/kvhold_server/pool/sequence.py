@@ -9,6 +9,11 @@ Entry `i` of a table never changes its position: workers keep their own append-o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvhold_server.pool.admission import Refusal
+
 
 class Sequence:
     """Tables and hashes of one request, as its session names it."""
@@ -21,6 +26,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens",
         "offered",
+        "refusal",
         "sequence_id",
         "tables",
         "tails",
@@ -35,6 +41,7 @@ class Sequence:
         self.views: dict[int, list[bytes]] = {}  # stride → hashes of whole blocks of that many units, made on demand
         self.num_prompt_tokens = 0
         self.boundary_tokens = 0  # junction: a prefix that somebody computed and some group did not keep
+        self.refusal: Refusal | None = None  # of its last admission
         self.is_stale = False  # a reset happened while it ran: it publishes nothing any more
         self.num_tokens = 0  # known at admission
         self.tails: dict[int, int] = {}  # group → entry that was hit in part and must be copied before it is written

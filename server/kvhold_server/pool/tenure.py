@@ -26,7 +26,6 @@ class Tenures:
         self.config = config
         self.store = store
         self.sessions: dict[int, PoolSession] = {}
-        self._last_serial = 0
         self._work: dict[int, Iterator[int]] = {}  # of dead sessions: yields how many blocks it has just worked off
 
     @property
@@ -38,8 +37,9 @@ class Tenures:
         """A new session."""
         if self.sessions:
             self.start_tracking()
-        self._last_serial += 1
-        owner = self.sessions[self._last_serial] = PoolSession(self._last_serial)
+        self.store.num_sessions += 1
+        owner = PoolSession(self.store.num_sessions)
+        self.sessions[owner.serial] = owner
         return owner
 
     def start_tracking(self) -> None:

@@ -73,6 +73,7 @@ class GroupPolicy:
     finds_units = False  # can end a hit inside a block
     proves_prefix = True  # a hit rests on at least one block whose hash stands for the whole prefix
     is_drop_free = False  # an eagle group of this kind loses nothing
+    publishes_plainly = True  # full blocks, and inside blocks at most what `publish` adds where there are partial ones
     skips = False  # lets go of blocks while the sequence runs
     grows_plainly = True  # a table covers the sequence's tokens, no more and no less
     is_indivisible = False  # its blocks do not stand for token ranges
@@ -121,7 +122,7 @@ class GroupPolicy:
         new = max(required - max(skipped, len(hits)), 0)
         refs = self.store.refs
         used = hits[skipped:] if skipped else hits
-        evictable = sum(1 for block in used if block and not refs[block])
+        evictable = list(map(refs.__getitem__, used)).count(0) - used.count(0)  # the null block has no references
         return new + evictable + (hit_tokens % self.block_tokens != 0 and bool(hits))
 
     def adopt(self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int) -> None:
@@ -211,16 +212,18 @@ class GroupPolicy:
 
     def publish(self, sequence: Sequence, tokens: int, turn: Turn) -> None:
         """Offers every block that `tokens` known tokens fill, each once."""
-        start = sequence.offered[self.gid]
-        end = tokens // self.block_tokens
-        if end > start:
-            end = min(end, len(sequence.tables[self.gid]))
-            self._publish_full(sequence, start, end, turn)
-            sequence.offered[self.gid] = end
+        self.publish_full(sequence, tokens // self.block_tokens, turn)
 
-    def _publish_full(self, sequence: Sequence, start: int, end: int, turn: Turn) -> None:
-        view = sequence.block_hashes(self.stride)
+    def publish_full(self, sequence: Sequence, end: int, turn: Turn) -> None:
+        """Offers the blocks before `end` that were not offered yet."""
+        start = sequence.offered[self.gid]
+        if end <= start:
+            return
         table = sequence.tables[self.gid]
+        if end > len(table):
+            end = len(table)
+        sequence.offered[self.gid] = end
+        view = sequence.hashes if self.stride == 1 else sequence.block_hashes(self.stride)
         kept = None if self._is_dense else self.mask(sequence, start, end)
         blocks = table[start:end]
         if kept is None and all(blocks):

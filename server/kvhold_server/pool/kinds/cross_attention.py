@@ -12,6 +12,7 @@ class CrossAttentionPolicy(GroupPolicy):
 
     covers_encoder = True
     grows_plainly = False
+    publishes_plainly = False
     is_indivisible = True
 
     def take_external(self, sequence: Sequence, total: int, turn: Turn) -> None:

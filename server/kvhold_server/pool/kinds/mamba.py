@@ -35,6 +35,7 @@ class MambaPolicy(GroupPolicy):
     is_drop_free = True
     is_indivisible = True
     grows_plainly = False
+    publishes_plainly = False
     wants_zeroing = False
 
     def __init__(self, gid: int, config: GroupConfig, pool: PoolConfig, store: BlockStore) -> None:

@@ -11,6 +11,7 @@ class RingPolicy(GroupPolicy):
     """One block, whatever the length."""
 
     grows_plainly = False
+    publishes_plainly = False
     wants_zeroing = False
 
     def cap_blocks(self) -> int | None:
