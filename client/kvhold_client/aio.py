@@ -38,6 +38,7 @@ from kvhold_client.results import Capabilities, SessionInfo, StepReply
 from kvhold_client.sequence_table import SequenceTable, StepOutcome
 from kvhold_client.session import MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
 from kvhold_client.session_core import Credentials, SessionCore
+from kvhold_client.shape import PoolShape
 from kvhold_client.step import decode_step
 from kvhold_client.target import channel_options, default_target, normal_target
 
@@ -129,7 +130,7 @@ class AsyncPool:
             request_id=uuid.uuid4().hex,
             pid=os.getpid(),
         )
-        session = AsyncSession(self._client, core, self.info, on_lost)
+        session = AsyncSession(self._client, core, self.info.shape, on_lost)
         await session._open()
         return session
 
@@ -141,11 +142,11 @@ class AsyncSession:
         self,
         client: AsyncClient,
         core: SessionCore,
-        info: PoolInfo,
+        shape: PoolShape,
         on_lost: Callable[[list[int]], None] | None,
     ) -> None:
-        self.shape = info.shape
-        self.table = SequenceTable(info.shape)
+        self.shape = shape
+        self.table = SequenceTable(shape)
         self.draining = False
         self._core = core
         self._settings = client._settings

@@ -66,9 +66,9 @@ def _replay(args: argparse.Namespace, console: Console, daemon: LocalDaemon) -> 
 
 def _replay_flags(args: argparse.Namespace) -> list[str]:
     trace = args.trace or (PUBLIC_TRACE if PUBLIC_TRACE.exists() else OWN_TRACE)
-    flags = [str(trace), "--kill-one-after", "4"]
+    flags = [str(trace), "--kill-one-after", "3", "--step-ms", "15"]
     flags += ["--memory", args.memory] if args.memory else []
-    return flags + (list(PUBLIC_SLICE) if trace == PUBLIC_TRACE else ["--step-ms", "15"] if trace == OWN_TRACE else [])
+    return flags + (list(PUBLIC_SLICE) if trace == PUBLIC_TRACE else [])
 
 
 def _say_what_it_means(console: Console, s: Summary) -> None:

@@ -1,0 +1,168 @@
+"""Traces, counters, stamps, metrics pages: the parts of a replay that need no daemon."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvhold_client.layout import Placement
+from kvhold_client.mapping import RankLayout
+from kvhold_client.replay import counters as shared
+from kvhold_client.replay.metrics_page import MetricsPage
+from kvhold_client.replay.trace import TraceError, TraceRow, UnitDigests, read_trace
+
+GOOD = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        (json.dumps({**GOOD, "input_length": 0}), "input_length: 0 must be a whole number 1..2147483647"),
+        (json.dumps({**GOOD, "input_length": "7"}), "input_length: '7'"),
+        (json.dumps({**GOOD, "output_length": 2**31}), "output_length"),
+        (json.dumps({**GOOD, "hash_ids": [1]}), "hash_ids: 1 ids, but 700 tokens have 2 units"),
+        (json.dumps({**GOOD, "hash_ids": [1, -2]}), "hash_ids: must be a list of numbers"),
+        (json.dumps({**GOOD, "timestamp": "now"}), "timestamp"),
+        ('{"timestamp": 0}', "input_length: None"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, said: str) -> None:
+    path = written(tmp_path / "t.jsonl", json.dumps(GOOD), "", line)
+    with pytest.raises(TraceError) as caught:
+        list(read_trace(path))
+    assert f"{path}:3: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_lines_behind_the_limit_are_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", json.dumps(GOOD), "{")
+    assert len(list(read_trace(path, limit=1))) == 1
+
+
+def test_our_own_trace_is_whole(repo_dir: Path) -> None:
+    rows = list(read_trace(repo_dir / "client/kvhold_client/replay/demo_trace.jsonl"))
+    assert len(rows) > 150
+    assert sum(row.hash_ids[0] == 0 for row in rows) == len(rows), "all share the system prompt"
+
+
+def row(input_length: int, *hash_ids: int) -> TraceRow:
+    return TraceRow(timestamp_ms=0, input_length=input_length, output_length=1, hash_ids=hash_ids)
+
+
+def test_equal_units_give_equal_digests_and_only_whole_blocks_have_one() -> None:
+    digests = UnitDigests(16, 32)
+    a, b = digests.of_prompt(row(700, 0, 7)), digests.of_prompt(row(1024, 0, 8))
+    assert len(a) == 700 // 16 * 32
+    assert a[: 32 * 32] == b[: 32 * 32]
+    assert a[32 * 32 : 33 * 32] != b[32 * 32 : 33 * 32]
+
+
+def test_digests_survive_being_forgotten() -> None:
+    small = UnitDigests(16, 32, max_units=1)
+    first = small.of_prompt(row(1024, 1, 2))
+    assert small.of_prompt(row(1024, 1, 2)) == first
+
+
+def test_units_that_do_not_divide_the_traces_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not divide"):
+        UnitDigests(24, 32)
+
+
+def test_percentiles_come_out_of_the_histogram_within_its_resolution(tmp_path: Path) -> None:
+    found = shared.SharedCounters(tmp_path / "c", num_slots=2, num_rows=3)
+    for us in range(1, 1001):
+        found.observe(us % 2, us * 1000)
+    histogram = found.histogram()
+    assert shared.percentile_s(histogram, 50) == pytest.approx(500e-6, rel=0.05)
+    assert shared.percentile_s(histogram, 99) == pytest.approx(990e-6, rel=0.05)
+    assert found.total("rpcs") == 1000
+    assert max(found.get(slot, "max_rpc_ns") for slot in (0, 1)) == 1_000_000
+    found.close()
+
+
+def test_counters_of_two_openers_are_the_same_memory(tmp_path: Path) -> None:
+    one = shared.SharedCounters(tmp_path / "c", num_slots=2, num_rows=5)
+    two = shared.SharedCounters(tmp_path / "c", num_slots=2, num_rows=5)
+    one.add(1, "steps", 7)
+    one.rows[4] = shared.DONE
+    assert two.get(1, "steps") == 7
+    assert two.get(0, "steps") == 0
+    assert two.rows[4] == shared.DONE
+    one.close()
+    two.close()
+
+
+def test_a_metrics_page_is_summed_by_labels() -> None:
+    page = MetricsPage.parse(
+        "# HELP x y\n"
+        'x_total{pool="a",source="self"} 3.0\n'
+        'x_total{pool="a",source="shared"} 4.0\n'
+        'x_total{pool="b",source="self"} 100.0\n'
+        "up 1\n"
+    )
+    assert page.total("x_total", pool="a") == 7
+    assert page.total("x_total", pool="a", source="self") == 3
+    assert page.total("up") == 1
+    assert page.total("missing") == 0
+
+
+class Bytes:
+    """A region of plain memory with the one method that a stamper needs of a mapped one."""
+
+    def __init__(self, layout: RankLayout, size: int) -> None:
+        numpy = pytest.importorskip("numpy")
+        self.layout = layout
+        self.memory = numpy.zeros(size, dtype=numpy.uint8)
+
+    def make_view(self, placement: Placement, view: object) -> object:
+        from numpy.lib.stride_tricks import as_strided
+
+        base = self.memory[view.offset_bytes :]  # type: ignore[attr-defined]
+        return as_strided(base, shape=view.shape, strides=view.strides_bytes)  # type: ignore[attr-defined]
+
+
+def stamper_over(groups: "tuple[tuple[str, ...], ...]") -> "tuple[object, Bytes]":
+    from kvhold_client.replay.stamps import Stamper
+
+    placement = Placement(
+        layer_names=("l0", "l1", "l2"),
+        offset_bytes=64,
+        layer_stride_bytes=8 * 256,
+        block_stride_bytes=256,
+        page_size_bytes=256,
+        num_blocks=8,
+        num_heads=2,
+        head_stride_bytes=128,
+        num_states=2,
+        state_stride_bytes=64,
+        content_size_bytes=64,
+    )
+    memory = Bytes(RankLayout(placements=(placement,), groups=groups), 64 + 3 * 8 * 256)
+    return Stamper(memory), memory  # type: ignore[arg-type]
+
+
+def test_a_stamped_block_checks_and_every_single_changed_byte_of_it_shows() -> None:
+    stamper, memory = stamper_over((("l0", "l1", "l2"),))
+    digests = [bytes([i]) * 32 for i in (1, 2)]
+    stamper.write(0, [3, 5], digests)  # type: ignore[attr-defined]
+    assert stamper.wrong_blocks(0, [3, 5], digests) == []  # type: ignore[attr-defined]
+    page = 64 + 2 * 2048 + 5 * 256  # layer l2, block 5
+    for at in (0, 31, 224, 255):
+        memory.memory[page + at] ^= 1
+        assert stamper.wrong_blocks(0, [3, 5], digests) == [5]  # type: ignore[attr-defined]
+        memory.memory[page + at] ^= 1
+
+
+def test_a_block_of_another_content_or_group_does_not_check() -> None:
+    stamper, _ = stamper_over((("l0", "l2"), ("l0", "l2")))
+    stamper.write(0, [3], [b"a" * 32])  # type: ignore[attr-defined]
+    assert stamper.wrong_blocks(0, [3], [b"b" * 32]) == [3]  # type: ignore[attr-defined]
+    assert stamper.wrong_blocks(1, [3], [b"a" * 32]) == [3]  # type: ignore[attr-defined]
+    assert stamper.wrong_blocks(0, [4], [b"a" * 32]) == [4]  # type: ignore[attr-defined]

@@ -1,0 +1,218 @@
+"""Sessions against a small daemon made for the purpose: what is resent, what is resumed, what is fatal."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
+from kvhold_client.aio import AsyncClient, AsyncSession
+from kvhold_client.calls import CallSettings
+from kvhold_client.errors import InvalidField, ResumeRefused, SessionFenced
+from kvhold_client.session import Session
+from kvhold_client.session_core import SessionCore
+from kvhold_client.shape import GroupShape, PoolShape
+
+SHAPE = PoolShape(
+    groups=(GroupShape(kind="full_attention", block_size_tokens=16),), hash_size_bytes=32, hash_block_size_tokens=16
+)
+
+
+def error_info(reason: str, **metadata: str) -> bytes:
+    """grpc-status-details-bin with an ErrorInfo, written by hand: lengths below 128 are one byte."""
+
+    def field(number: int, content: bytes) -> bytes:
+        assert len(content) < 128
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    info = field(1, reason.encode()) + field(2, b"kvhold.v1")
+    for key, value in metadata.items():
+        info += field(3, field(1, key.encode()) + field(2, value.encode()))
+    any_message = field(1, b"type.googleapis.com/google.rpc.ErrorInfo") + field(2, info)
+    status = b"\x08\x09" + field(2, b"text")
+    return status + bytes([3 << 3 | 2, len(any_message) & 0x7F | 0x80, len(any_message) >> 7]) + any_message
+
+
+class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.SessionServiceServicer):
+    """Applies each (step, part) once, and fails as it is told to: `faults` are consumed one per Step call."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.applied: list[tuple[int, int]] = []
+        self.seen: list[tuple[int, int, int]] = []  # (epoch, step, part) of every Step call
+        self.faults: list[str] = []
+        self.resume_refused = False
+        self.num_resumes = 0
+        self.beats = 0
+        self.closed = threading.Event()
+
+    def OpenSession(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        if request.resume_token:
+            self.num_resumes += 1
+            if self.resume_refused:
+                self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "RESUME_REFUSED")
+            assert request.resume_token == f"token-{self.epoch}"
+        self.epoch += 1
+        response = session_pb2.OpenSessionResponse(
+            boot_id="boot", session_id="session", epoch=self.epoch, resume_token=f"token-{self.epoch}"
+        )
+        response.lease_ttl.FromMilliseconds(300)
+        response.grace_period.FromMilliseconds(1000)
+        response.outcome = (
+            session_pb2.OPEN_SESSION_OUTCOME_RESUMED
+            if request.resume_token
+            else session_pb2.OPEN_SESSION_OUTCOME_OPENED
+        )
+        return response
+
+    def KeepAlive(self, requests, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        for request in requests:
+            if request.epoch != self.epoch:
+                self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED")
+            self.beats += 1
+            yield session_pb2.KeepAliveResponse(boot_id="boot")
+
+    def CloseSession(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        self.closed.set()
+        return session_pb2.CloseSessionResponse(boot_id="boot")
+
+    def Step(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        self.seen.append((request.epoch, request.step, request.part))
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "fenced":
+            self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED")
+        if fault == "invalid":
+            self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field="extend.slots_needed")
+        replayed = (request.step, request.part) in self.applied
+        if not replayed:
+            self.applied.append((request.step, request.part))
+        if fault == "lost answer":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
+        return block_pb2.StepResponse(boot_id="boot", replayed=replayed)
+
+    def _fail(self, context, code, reason, **metadata):  # type: ignore[no-untyped-def]
+        context.set_trailing_metadata((("grpc-status-details-bin", error_info(reason, **metadata)),))
+        context.abort(code, reason)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[tuple[ScriptedDaemon, str]]:
+    scripted = ScriptedDaemon()
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    block_pb2_grpc.add_BlockServiceServicer_to_server(scripted, server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(scripted, server)
+    target = f"unix:{tmp_path}/d.sock"
+    server.add_insecure_port(target)
+    server.start()
+    yield scripted, target
+    server.stop(0)
+
+
+@pytest.fixture
+def session(daemon: tuple[ScriptedDaemon, str]) -> Iterator[Session]:
+    channel = grpc.insecure_channel(daemon[1])
+    opened = open_session(channel, daemon[1])
+    yield opened
+    opened.close()
+    channel.close()
+
+
+def open_session(channel: grpc.Channel, target: str) -> Session:
+    core = SessionCore(pool="p", client_name="c", tenant="", request_id="r", pid=1)
+    return Session(channel, core, SHAPE, CallSettings(target=target, timeout_s=5.0))
+
+
+def test_a_step_whose_answer_was_lost_is_applied_once(daemon: tuple[ScriptedDaemon, str], session: Session) -> None:
+    scripted, _ = daemon
+    scripted.faults = ["lost answer"]
+    session.begin_step()
+    reply = session.step(block_pb2.StepRequest())
+    assert reply.replayed
+    assert scripted.applied == [(1, 0)]
+    assert scripted.num_resumes == 1
+    first, second = scripted.seen
+    assert first[1:] == second[1:]
+    assert second[0] > first[0]  # the retry carries the epoch of the resume
+
+
+def test_parts_count_up_within_a_step_and_start_again_in_the_next(session: Session) -> None:
+    numbers = []
+    for _ in range(2):
+        session.begin_step()
+        for _ in range(2):
+            request = block_pb2.StepRequest()
+            session.step(request)
+            numbers.append((request.step, request.part, request.completed_step))
+    assert numbers == [(1, 0, 0), (1, 1, 0), (2, 0, 1), (2, 1, 1)]
+
+
+def test_fencing_is_fatal_and_final(daemon: tuple[ScriptedDaemon, str], session: Session) -> None:
+    scripted, _ = daemon
+    scripted.faults = ["fenced"]
+    session.begin_step()
+    with pytest.raises(SessionFenced) as caught:
+        session.step(block_pb2.StepRequest())
+    assert caught.value.is_fatal
+    calls = len(scripted.seen)
+    with pytest.raises(SessionFenced):
+        session.step(block_pb2.StepRequest())
+    assert len(scripted.seen) == calls, "a fenced session must not be used again"
+
+
+def test_a_refused_resume_is_fatal(daemon: tuple[ScriptedDaemon, str], session: Session) -> None:
+    scripted, _ = daemon
+    scripted.resume_refused = True
+    scripted.faults = ["lost answer"]
+    session.begin_step()
+    with pytest.raises(ResumeRefused):
+        session.step(block_pb2.StepRequest())
+
+
+def test_an_invalid_request_names_its_field_and_the_session_goes_on(
+    daemon: tuple[ScriptedDaemon, str], session: Session
+) -> None:
+    scripted, _ = daemon
+    scripted.faults = ["invalid"]
+    session.begin_step()
+    with pytest.raises(InvalidField) as caught:
+        session.step(block_pb2.StepRequest())
+    assert caught.value.metadata["field"] == "extend.slots_needed"
+    assert session.step(block_pb2.StepRequest()).boot_id == "boot"
+
+
+def test_the_session_is_kept_alive_and_closed(daemon: tuple[ScriptedDaemon, str]) -> None:
+    scripted, target = daemon
+    channel = grpc.insecure_channel(target)
+    opened = open_session(channel, target)
+    time.sleep(0.5)  # the lease is 300 ms: a beat every 100 ms
+    assert scripted.beats >= 3
+    opened.close()
+    assert scripted.closed.is_set()
+    channel.close()
+    with pytest.raises(SessionFenced):
+        opened.begin_step()
+        opened.step(block_pb2.StepRequest())
+
+
+def test_the_asyncio_session_resends_exactly_once_too(daemon: tuple[ScriptedDaemon, str]) -> None:
+    scripted, target = daemon
+
+    async def scenario() -> bool:
+        async with AsyncClient(target) as client:
+            core = SessionCore(pool="p", client_name="c", tenant="", request_id="r", pid=1)
+            opened = AsyncSession(client, core, SHAPE, None)
+            await opened._open()
+            async with opened:
+                scripted.faults = ["lost answer"]
+                opened.begin_step()
+                reply = await opened.step(block_pb2.StepRequest())
+            return reply.replayed
+
+    assert asyncio.run(scenario())
+    assert scripted.applied == [(1, 0)]
+    assert scripted.closed.is_set()
