@@ -39,7 +39,7 @@ class Attribution:
         """Counts one successful admission, before anything is held; returns the hit tokens that were its session's."""
         statistics = (self.total, owner.statistics)
         own = hit.tokens
-        if own and self.store.num_sessions > 1:
+        if own and self.store.has_others:
             own = self._own_tokens(owner.serial, hit)
         if not self.groups.config.enable_caching:
             return 0

@@ -35,6 +35,7 @@ class BlockStore:
         "fences",
         "free",
         "ghosts",
+        "has_others",
         "index",
         "key_of",
         "key_tokens",
@@ -44,7 +45,6 @@ class BlockStore:
         "num_provisional_blocks",
         "num_quarantined",
         "num_reserved",
-        "num_sessions",
         "origin_of",
         "refs",
         "residency",
@@ -80,7 +80,7 @@ class BlockStore:
         self.copies: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.secondary: dict[int, list[bytes]] = {}  # further hashes of a block: shorter prefixes that end inside it
         self.num_cached = 0  # free blocks that have a hash
-        self.num_sessions = 0  # ever opened: with one, every hit is its own
+        self.has_others = False  # hashes may come from another session than the one that asks
         self.num_provisional = 0  # origins that are not public
         self.num_provisional_blocks = 0
         self.dead_refs: Counter[int] = Counter()  # references that dead sessions hold

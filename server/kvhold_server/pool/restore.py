@@ -85,6 +85,7 @@ def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[in
     plain = [block for block in range(first, end) if key_of[block] is None]
     store.free.refill(plain, cached)
     store.num_cached = len(cached)
+    store.has_others = True
     store.version += 1
     return refused
 

@@ -26,6 +26,7 @@ class Tenures:
         self.config = config
         self.store = store
         self.sessions: dict[int, PoolSession] = {}
+        self._last_serial = 0
         self._work: dict[int, Iterator[int]] = {}  # of dead sessions: yields how many blocks it has just worked off
 
     @property
@@ -37,8 +38,9 @@ class Tenures:
         """A new session."""
         if self.sessions:
             self.start_tracking()
-        self.store.num_sessions += 1
-        owner = PoolSession(self.store.num_sessions)
+        self._last_serial += 1
+        self.store.has_others |= self._last_serial > 1
+        owner = PoolSession(self._last_serial)
         self.sessions[owner.serial] = owner
         return owner
 
