@@ -1,6 +1,7 @@
 """Which memory backends this daemon has, made from its configuration and from what the machine offers."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from kvhold_server.config import ServerConfig
 from kvhold_server.memory.backend import MemoryBackend
@@ -10,6 +11,7 @@ from kvhold_server.memory.cuda_vmm import CudaVmmBackend
 from kvhold_server.memory.device_with_host import DeviceWithHost
 from kvhold_server.memory.errors import BackendUnavailable
 from kvhold_server.memory.fake import FakeBackend
+from kvhold_server.memory.kept import HolderClient, KeptBackend
 from kvhold_server.memory.memfd import MemfdBackend
 from kvhold_server.memory.posix_shm import PosixShmBackend
 
@@ -17,6 +19,7 @@ _DEVICE_BACKENDS: dict[str, Callable[[], MemoryBackend]] = {
     "cuda_vmm": lambda: CudaVmmBackend(BindingsDriver("cuda_vmm")),
     "cuda_ipc": lambda: CudaIpcBackend(BindingsDriver("cuda_ipc")),
 }
+_WITH_DESCRIPTORS = frozenset({"cuda_vmm"})  # a holder can keep these
 
 
 def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
@@ -25,8 +28,9 @@ def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
     Device backends are there where the machine has what they need. Raises BackendUnavailable, saying what is missing,
     only if the default one is not.
     """
-    memfd = MemfdBackend()
-    device = _device_backends(config.backend, memfd)
+    holder = HolderClient(Path(config.holder)) if config.holder else None
+    memfd = _kept(MemfdBackend(), holder)
+    device = _device_backends(config.backend, memfd, holder)
     made: dict[str, MemoryBackend] = {
         "posix_shm": PosixShmBackend(config.state_path),
         "memfd": memfd,
@@ -36,12 +40,19 @@ def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
     return {config.backend: made[config.backend], **made}
 
 
-def _device_backends(required: str, host: MemoryBackend) -> dict[str, MemoryBackend]:
+def _device_backends(required: str, host: MemoryBackend, holder: HolderClient | None) -> dict[str, MemoryBackend]:
     made: dict[str, MemoryBackend] = {}
     for name, make in _DEVICE_BACKENDS.items():
         try:
-            made[name] = DeviceWithHost(make(), host)
+            device = make()
+            if name in _WITH_DESCRIPTORS:
+                device = _kept(device, holder)
+            made[name] = DeviceWithHost(device, host)
         except BackendUnavailable:
             if name == required:
                 raise
     return made
+
+
+def _kept(backend: MemoryBackend, holder: HolderClient | None) -> MemoryBackend:
+    return backend if holder is None else KeptBackend(backend, holder)

@@ -58,12 +58,17 @@ class ServerConfig:
     insecure: bool = setting(False, "serve TCP beyond the loopback interface without TLS")
     tls_cert: str = setting("", "PEM file of the TCP listener's certificate chain")
     tls_key: str = setting("", "PEM file of its private key")
-    tls_client_ca: str = setting("", "PEM file of the CA whose client certificates are accepted; their name is the tenant")
+    tls_client_ca: str = setting(
+        "", "PEM file of the CA whose client certificates are accepted; their name is the tenant"
+    )
     admin_socket: str = setting("", "unix socket of AdminService; empty: on the engines' listeners")
     metrics: str = setting("", "host:port of /metrics over HTTP; empty: none")
     health: str = setting("", "host:port of grpc.health.v1 alone, plaintext, for probes; empty: none")
     backend: str = setting(
         "posix_shm", "default memory of pools", choices=("posix_shm", "memfd", "cuda_vmm", "cuda_ipc", "fake")
+    )
+    holder: str = setting(
+        "", "socket of a holder: keeps memfd and device memory while daemons are replaced; empty: none"
     )
     state_dir: str = setting("", "directory of locks and block tables; empty: beside the socket")
     keep_pools: bool = setting(True, "named memory and what is cached in it outlive the daemon, for the next one")

@@ -39,8 +39,6 @@ from kvhold_server.pool.values import Completed
 from kvhold_server.sessions.session import EndCause, Session
 from kvhold_server.sessions.worker_watch import Watch, WatchId
 
-PERSISTENT_BACKENDS = ("posix_shm",)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadePool:
@@ -82,7 +80,7 @@ class WarmRestart:
         command = opening.command
         reason, detail = self.lost.pop(command.name, (opening.fresh_reason, opening.fresh_detail))
         pool = Pool(opening.config)
-        if not is_persistent(command):
+        if not is_persistent(command, backend):
             report = RecoveryReport(outcome="fresh", reason=reason, detail=detail)
             return MadePool(pool=pool, journal=None, recovery=report)
         files = _region_files(backend, regions)
@@ -194,9 +192,9 @@ class WarmRestart:
         self.workers.close()
 
 
-def is_persistent(command: OpenPoolCommand) -> bool:
+def is_persistent(command: OpenPoolCommand, backend: MemoryBackend) -> bool:
     """Whether the pool's bytes outlive the daemon, and its blocks can be recorded."""
-    return command.options.backend in PERSISTENT_BACKENDS and command.plan is not None and bool(command.message)
+    return backend.keeps_regions and command.plan is not None and bool(command.message)
 
 
 def _manifest(command: OpenPoolCommand, files: tuple[RegionFile, ...]) -> PoolManifest:
