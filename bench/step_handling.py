@@ -43,9 +43,7 @@ def make_node(num_groups: int) -> tuple[Node, Session]:
     )
     groups = tuple(GroupConfig(kind=GroupKind.FULL, block_size_tokens=BLOCK) for _ in range(num_groups))
     overrides = PoolOverrides(groups=groups, num_blocks=100_000, max_model_len_tokens=1 << 20)
-    command = OpenPoolCommand(
-        name=PoolName("p"), plan=None, options=PoolOptions(backend="fake", overrides=overrides)
-    )
+    command = OpenPoolCommand(name=PoolName("p"), plan=None, options=PoolOptions(backend="fake", overrides=overrides))
     opening = node.begin_open_pool(command)
     assert isinstance(opening, Opening)
     node.finish_open_pool(opening, (), node.make_pool(opening, ()))
@@ -104,7 +102,9 @@ def main() -> None:
     for data in requests(session, args.items):
         timed(parts["whole"], lambda d=data: service.answer_step(pb.StepRequest.FromString(d)).SerializeToString())
     for name, laps in parts.items():
-        print(f"{name:10s} {statistics.median(laps[1:]):8.1f} us   p90 {statistics.quantiles(laps[1:], n=10)[-1]:8.1f} us")
+        print(
+            f"{name:10s} {statistics.median(laps[1:]):8.1f} us   p90 {statistics.quantiles(laps[1:], n=10)[-1]:8.1f} us"
+        )
 
 
 if __name__ == "__main__":

@@ -141,9 +141,7 @@ def listen_unix(server: grpc.aio.Server, claim: SocketClaim, gid: int) -> None:
     claim.open_to_group(gid)
 
 
-def listen_tcp(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> int:
+def listen_tcp(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Binds, in plaintext without credentials, and returns the port. Raises AddressInUse."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
