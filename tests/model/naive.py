@@ -1,10 +1,10 @@
 """A naive model of the block pool, written from the rules and for reading: lists, scans, no index, no cost.
 
-It answers the same verbs as the pool and must agree with it in every id, order, count and hit. It shares no code with it
-but the configuration and the values that verbs return.
+It answers the same verbs as the pool and must agree with it in every id, order, count and hit. It shares no code with
+it but the configuration and the values that verbs return.
 
-A block is a small record. A key is (group, hash, prefix length); the first key of a block is its primary one. Free blocks
-stand in one plain list. Who may not take a freed block is a set of (session, step) per block.
+A block is a small record. A key is (group, hash, prefix length); the first key of a block is its primary one. Free
+blocks stand in one plain list. Who may not take a freed block is a set of (session, step) per block.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Volume: the pool and the naive model under long random loads, every count, table and order compared after each operation.
+"""Volume: the pool and the naive model under long random loads, every count, table and order compared after each
+operation.
 
 About 200,000 operations in all by default; KVHOLD_RANDOM_OPERATIONS sets how many per configuration.
 """
