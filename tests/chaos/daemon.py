@@ -78,8 +78,8 @@ def main(directory: str, memory: str, failpoints: str) -> None:
     app.make_backends = backends
     config = ServerConfig(
         socket=f"{directory}/kvhold.sock",
-        lease_ttl_s=2.0,
-        grace_period_s=2.0,
+        lease_ttl_s=3.0,
+        grace_period_s=4.0,
         drain_deadline_s=0.5,
         tick_interval_s=0.05,
     )

@@ -38,7 +38,7 @@ def stop_scheduler(world: World, choice: random.Random) -> bool:
     if slot in world.stopped:
         return False
     world.signal_scheduler(slot, signal.SIGSTOP)
-    world.stopped[slot] = time.monotonic() + choice.choice([0.2, 1.0, 3.0, 6.0])
+    world.stopped[slot] = time.monotonic() + choice.choice([0.2, 1.0, 3.0, 9.0])
     return True
 
 

@@ -279,6 +279,29 @@ def test_a_restored_session_must_say_what_it_holds_before_it_acts() -> None:
     table.check_invariants()
 
 
+@pytest.mark.parametrize(
+    ("steps_since", "completed_step", "cause"),
+    [(0, 90, EndCause.CLOSED_EARLY), (1, 90, EndCause.CLOSED_EARLY), (1, 91, EndCause.CLOSED)],
+)
+def test_a_restored_session_closes_in_order_only_if_a_step_seen_here_is_complete(
+    steps_since: int, completed_step: int, cause: EndCause
+) -> None:
+    table = make_table()
+    record = RestoredSession(
+        session_id=SessionId("old-session"),
+        request=OpenRequest(pool=POOL),
+        epoch=Epoch(1),
+        token_digest=token_digest("t"),
+    )
+    session = table.restore(record, 0.0)
+    table.resume(POOL, "t", credentials(), 0.0)
+    table.reasserted("old-session")
+    if steps_since:
+        session.steps.finish(91, 0, 90, "answer")
+    assert table.close("old-session", 2, completed_step, 1.0) is session
+    assert session.end_cause is cause
+
+
 def test_a_restored_session_that_never_comes_back_is_accounted_for_only_when_its_workers_are() -> None:
     table = make_table()
     record = RestoredSession(

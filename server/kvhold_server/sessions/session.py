@@ -85,6 +85,7 @@ class Session:
     stream_ended_at_s: float  # while not LIVE: since when it has been without a stream
     ended_at_s: float = 0.0  # once dead
     end_cause: EndCause | None = None
+    was_restored: bool = False  # a former daemon opened it: this one has not seen its earlier steps
     must_reassert: bool = False  # restored after a restart: its client has not yet said what it holds
     token_digest: bytes = field(default=b"", repr=False)
     previous_token_digest: bytes = field(default=b"", repr=False)  # good until the newest one is known to have arrived

@@ -149,7 +149,7 @@ class SessionTable:
         """At start: a session of the former tenure may be resumed within grace. Raises TooManySessions."""
         session = self._admit(restored.request, restored.session_id, now_s)
         session.epoch = restored.epoch
-        session.must_reassert = True
+        session.must_reassert = session.was_restored = True
         self._tokens.restore(session, restored.token_digest, restored.previous_token_digest)
         self._unasserted[session.session_id] = session
         return session
@@ -170,8 +170,10 @@ class SessionTable:
         if session is not None and not session.state.is_open and epoch == session.epoch:
             return None
         session = self._owned(session_id, epoch)
-        session.steps.complete(completed_step)
-        in_order = session.steps.all_completed and not session.must_reassert
+        last_step = session.steps.last_step
+        # Steps that a former daemon saw are complete, too, if a later one is; if there was none, nobody here can tell.
+        session.steps.complete(min(completed_step, last_step) if session.was_restored else completed_step)
+        in_order = session.steps.all_completed and not (session.was_restored and not last_step)
         self._end(session, EndCause.CLOSED if in_order else EndCause.CLOSED_EARLY, now_s)
         return session
 
