@@ -11,8 +11,16 @@ from typing import Any
 
 import grpc
 
-from kvhold.v1 import admin_pb2, admin_pb2_grpc, block_pb2, block_pb2_grpc, pool_pb2, pool_pb2_grpc
-from kvhold.v1 import session_pb2, session_pb2_grpc
+from kvhold.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    block_pb2,
+    block_pb2_grpc,
+    pool_pb2,
+    pool_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.values import Event
@@ -56,6 +64,7 @@ class WireDriver(Driver):
         self._num_groups = len(config.groups)
         self._step, self._part, self._completed = 1, 0, 0
         self._end = StepEnd()
+        self._copies: list[tuple[int, int, int]] = []  # group, source, target
         self._tables: dict[int, list[list[int]]] = {}
 
     def begin_step(self) -> None:
@@ -64,6 +73,8 @@ class WireDriver(Driver):
 
     def end_step(self) -> StepEnd:
         end, self._end = self._end, StepEnd()
+        end.copies = [[source, target] for _, source, target in sorted(self._copies, key=lambda copy: copy[0])]
+        self._copies.clear()
         self._completed = self._step
         self._send()
         self.begin_step()  # what comes between two steps belongs to the next
@@ -197,7 +208,7 @@ class WireDriver(Driver):
         )
         response = self._blocks.Step(request)
         copies = response.copies
-        self._end.copies += map(list, zip(copies.source_block_ids, copies.target_block_ids, strict=True))
+        self._copies += zip(copies.group_ids, copies.source_block_ids, copies.target_block_ids, strict=True)
         self._end.zero += response.zero_block_ids
         hand = response.handoffs
         rows = zip(hand.sequence_ids, hand.group_ids, hand.block_ids, hand.boundary_tokens, strict=True)
@@ -268,8 +279,10 @@ def options_of(config: PoolConfig) -> pool_pb2.PoolOptions:
 
 
 def check_file(path: Path, channel: grpc.Channel) -> Iterator[Outcome]:
-    """All operations of one file: the daemon must answer like the pool in this process, which `blocks` mode compares with
-    what was recorded."""
+    """All operations of one file: the daemon must answer like the pool in this process.
+
+    `blocks` mode compares that one with what was recorded.
+    """
     rows = rows_in(path)
     header = next(rows)
     if "config" not in header:
