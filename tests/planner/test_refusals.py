@@ -262,3 +262,15 @@ def test_inputs_are_not_changed() -> None:
     with pytest.raises(KvholdError):
         planned(layers, 0)
     assert repr(asked) == before
+
+
+def test_host_resident_stages_must_have_the_same_pattern_of_rows() -> None:
+    """Their rows would pack into different groups, so that one block table could not serve both."""
+    layers = dict(hisparse_layers())
+    first = {"l0": layers["l0"], "i0": layers["i0"], "f": layers["f"]}
+    second = {name: spec for name, spec in layers.items() if name not in first}
+    second |= {"l4": layers["l2"], "i4": layers["i2"], "l5": layers["l2"], "i5": layers["i2"]}
+    hisparse = Hisparse(index_topk=512, host_pool_bytes=GIB)
+    settings = config(64, layout=Layout.BLHNC, hisparse=hisparse, pipeline_parallel_size=2)
+    with pytest.raises(errors.GroupsDisagree, match="rank 1: its rows form"):
+        plan(request([(first, 10**8), (second, 10**8)], settings))

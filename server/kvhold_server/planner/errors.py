@@ -251,6 +251,19 @@ class RanksDisagree(PreconditionFailed):
 
 
 @dataclass(eq=False)
+class GroupsDisagree(PreconditionFailed):
+    """Ranks would need different block tables: their host-resident rows pack into different groups."""
+
+    template = (
+        "rank {rank}: its rows form {num_groups} groups and those of rank 0 {first_num_groups}, but block tables must "
+        "be the same on all ranks: change pp_layer_partition so that all stages have the same pattern of rows and indexers"
+    )
+    rank: int
+    num_groups: int
+    first_num_groups: int
+
+
+@dataclass(eq=False)
 class PageDoesNotScale(PreconditionFailed):
     """A block multiplied does not give a page multiplied."""
 

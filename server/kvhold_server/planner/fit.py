@@ -15,7 +15,7 @@ from kvhold_server.planner.capacity import (
     distinct_budgets,
     fit_length,
 )
-from kvhold_server.planner.errors import RanksDisagree
+from kvhold_server.planner.errors import GroupsDisagree, RanksDisagree
 from kvhold_server.planner.groups import LayerGroup, project
 from kvhold_server.planner.request import Layer, PlannerConfig, PlanRequest
 
@@ -151,10 +151,20 @@ def _override_warning(budget: RankBudget, limits: Limits) -> PlanWarning | None:
 
 
 def place_all(fitted: Fitted) -> dict[int, Placed]:
-    """Layouts by arrangement: with the blocks equal, ranks of one arrangement are equal."""
+    """Layouts by arrangement: with the blocks equal, ranks of one arrangement are equal. Raises GroupsDisagree."""
     placed: dict[int, Placed] = {}
     for budget in fitted.budgets:
         key = id(budget.arrangement)
         if key not in placed:
             placed[key] = budget.arrangement.place(fitted.num_blocks, fitted.limits, fitted.host_num_blocks)
+    first = placed[id(fitted.budgets[0].arrangement)]
+    for budget in distinct_budgets(fitted.budgets):
+        own = placed[id(budget.arrangement)]
+        if _tables(own) != _tables(first):
+            raise GroupsDisagree(rank=budget.rank, num_groups=len(own.groups), first_num_groups=len(first.groups))
     return placed
+
+
+def _tables(placed: Placed) -> list[tuple[str, int]]:
+    """What a block table must agree in on all ranks."""
+    return [(group.spec.kind, group.spec.block_size_tokens) for group in placed.groups]
