@@ -274,3 +274,16 @@ async def test_changed_bytes_are_found_on_the_first_hit(directory: Path) -> None
         assert list(answer.admit.hit_tokens) == [16], "the second block's bytes are not what they were"
         assert daemon.node.pools["p"].journal.num_failed_checksums == 1
         daemon.check()
+
+
+async def test_an_early_close_keeps_what_it_says_is_complete(directory: Path) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        await session.admit(3, 33, 31, 32)
+        request = session_pb2.CloseSessionRequest(**session.head, completed_step=2)
+        await daemon.sessions.CloseSession(request)
+        assert await hit_tokens(daemon, 7, 8) == 32, "step 2 is complete, and so is what it published"
+        assert await hit_tokens(daemon, 31, 32) == 0
+    async with posix(directory) as daemon:
+        assert (await hit_tokens(daemon, 7, 8), await hit_tokens(daemon, 31, 32)) == (32, 0)

@@ -450,13 +450,14 @@ class Node:
         assert cause is not None
         live.totals.sessions_ended[cause.value] += 1
         before = live.pool.counts()
+        completed_step = session.steps.completed_step
+        completed = live.pool.complete(session.slot, completed_step) if completed_step else None
         if cause is EndCause.CLOSED:
-            completed = live.pool.complete(session.slot, session.steps.last_step) if session.steps.last_step else None
             live.pool.close_session(session.slot)
-            live.note(completed, live.pool.take_events())
         else:
             live.pool.kill_session(session.slot)
             live.totals.num_reaped_sessions += 1
+        live.note(completed, live.pool.take_events())
         self._reaper.began(session)
         after = live.pool.counts()
         return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))
