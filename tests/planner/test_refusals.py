@@ -20,6 +20,7 @@ from tests.planner.builders import (
     full,
     groups_of,
     hidden,
+    indexer,
     mamba,
     many,
     mla,
@@ -222,17 +223,12 @@ def test_a_host_pool_below_one_request_is_refused_as_a_shortage() -> None:
 
 
 def test_unequal_host_resident_stages_share_the_smaller_pool() -> None:
-    layers = dict(hisparse_layers())
-    first = {"l0": layers["l0"], "i0": layers["i0"], "f": layers["f"]}
-    second = {name: spec for name, spec in layers.items() if name not in first}
-    settings = config(
-        64,
-        layout=Layout.BLHNC,
-        hisparse=Hisparse(index_topk=512, host_pool_bytes=GIB),
-        pipeline_parallel_size=2,
-    )
-    made = plan(request([(first, 10**8), (second, 10**8)], settings))
-    assert len({rank.host_num_blocks for rank in made.ranks}) == 1
+    """Wider rows on one stage give it fewer host blocks: both plan with those."""
+    wide, narrow = mla(64, 576, is_index_group_leader=True), mla(64, 512, is_index_group_leader=True)
+    stages = [({"l0": wide, "i0": indexer()}, 10**8), ({"l1": narrow, "i1": indexer()}, 10**8)]
+    hisparse = Hisparse(index_topk=512, host_pool_bytes=2**22)
+    made = plan(request(stages, config(64, layout=Layout.BLHNC, hisparse=hisparse, pipeline_parallel_size=2)))
+    assert [rank.host_num_blocks for rank in made.ranks] == [2**22 // wide.page_size_bytes] * 2
     assert len({rank.num_blocks for rank in made.ranks}) == 1
 
 

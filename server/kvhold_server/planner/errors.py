@@ -256,7 +256,7 @@ class GroupsDisagree(PreconditionFailed):
 
     template = (
         "rank {rank}: its rows form {num_groups} groups and those of rank 0 {first_num_groups}, but block tables must "
-        "be the same on all ranks: change pp_layer_partition so that all stages have the same pattern of rows and indexers"
+        "be the same on all ranks: give all pipeline stages the same pattern of rows and indexers"
     )
     rank: int
     num_groups: int
