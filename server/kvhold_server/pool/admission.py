@@ -122,8 +122,8 @@ class Admission:
         top = self.config.max_model_len
         for name in ("num_tokens", "num_prompt_tokens"):
             value = getattr(item, name)
-            if not 1 <= value <= 2**31 - 1:
-                raise BadCount(name, value, "must be 1..2147483647")
+            if not 1 <= value <= top:
+                raise BadCount(name, value, f"must be 1..max_model_len, {top}")
         for name in (
             "budget_overhead",
             "num_lookahead_tokens",
