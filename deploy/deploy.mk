@@ -21,5 +21,6 @@ screenshots: deploy-tools ## node page and a Prometheus graph under load, into s
 
 dashboards: $(DEV) ## regenerate dashboards, kustomize and what the chart copies
 	$(PY) deploy/dashboards.py
+	$(PY) tools/metrics_doc.py
 	$(PY) deploy/values_schema.py
 	$(PY) deploy/render.py

@@ -232,7 +232,8 @@ def _rpc_families(telemetry: Telemetry) -> Iterator[Metric]:
         for code, count in stats.codes.items():
             calls.add_metric([method, code], count)
         in_flight.add_metric([method], stats.in_flight)
-        durations.add_metric([method], cumulated(stats.durations), stats.durations.sum)
+        if any(stats.durations.buckets):  # a histogram is a dozen lines: only of methods that are used
+            durations.add_metric([method], cumulated(stats.durations), stats.durations.sum)
     lag = HistogramMetricFamily(PREFIX + "event_loop_lag_seconds", "How late the event loop came to a timer.")
     lag.add_metric([], cumulated(telemetry.loop_lag), telemetry.loop_lag.sum)
     unexpected = CounterMetricFamily(PREFIX + "unexpected_errors", "Bugs met while serving; see the log.")

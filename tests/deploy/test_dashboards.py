@@ -157,3 +157,14 @@ def test_every_alert_is_tested(deploy_dir: Path) -> None:
     cases = yaml.safe_load((deploy_dir / "prometheus" / "tests.yaml").read_text())["tests"]
     fired = {t["alertname"] for case in cases for t in case.get("alert_rule_test", []) if t["exp_alerts"]}
     assert fired == alerts
+
+
+def test_metrics_page_is_what_the_code_exports(repo_dir: Path) -> None:
+    page = load_module(repo_dir / "tools" / "metrics_doc.py")
+    assert page.TARGET.read_text() == page.text(), "run python tools/metrics_doc.py"
+
+
+def test_metrics_page_names_everything_that_a_scrape_has(loaded: LiveDaemon, repo_dir: Path) -> None:
+    page = (repo_dir / "docs" / "metrics.md").read_text()
+    exported = set(re.findall(r"^# TYPE (kvhold_\w+) ", loaded.get("/metrics"), re.M))
+    assert exported and all(f"`{name}`" in page for name in exported)

@@ -10,12 +10,16 @@ from kvhold_server.memory.backend import Region
 from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import PoolIdentity
 from kvhold_server.node.journal import BlockJournal
+from kvhold_server.node.telemetry import Histogram
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Completed, Event, Removed, Stored
 
 ALLOCATION_RESULTS = (
     "ok", "out_of_blocks", "not_tried", "no_budget", "hit_conflict", "state_not_ready", "never_fits", "quota", "error"
 )  # fmt: skip
+
+
+STEP_ITEMS_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +32,7 @@ class PoolTotals:
     num_published_blocks: int = 0
     num_evicted_blocks: int = 0
     num_steps: int = 0
+    step_items: Histogram = field(default_factory=lambda: Histogram(STEP_ITEMS_BOUNDS))  # freed, extended, admitted
     num_replayed_steps: int = 0
     num_exports: int = 0
     num_reaped_sessions: int = 0
@@ -37,7 +42,12 @@ class PoolTotals:
 
     def copy(self) -> "PoolTotals":
         """A snapshot that another thread may read."""
-        return replace(self, allocations=dict(self.allocations), sessions_ended=dict(self.sessions_ended))
+        return replace(
+            self,
+            allocations=dict(self.allocations),
+            sessions_ended=dict(self.sessions_ended),
+            step_items=self.step_items.copy(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ SAME_BLOCKS_AS = {
     "draft_sliding_window": GroupKind.SLIDING_WINDOW,
 }
 
+RESIDENCY_SAMPLE_EVERY = 64  # blocks: enough for histograms, a small share of the work of handing out
+
 WINDOWS = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.RSWA, GroupKind.KPOOL_TAIL})
 CHUNKS = frozenset({GroupKind.CHUNKED_LOCAL})
 STATES = frozenset({GroupKind.MAMBA})
@@ -53,6 +55,7 @@ def build_pool_config(plan: Plan | None, options: PoolOptions, content: ContentI
         keep_shared_prefix_checkpoints=options.shared_prefix_checkpoint,
         num_reserved_low_blocks=options.num_reserved_low_blocks,
         needs_zeroing=plan is not None and any(rank.needs_zeroing for rank in plan.ranks),
+        residency_sample_every=RESIDENCY_SAMPLE_EVERY,
         report_completed=True,  # event readers and recovery records live on it
     )
 

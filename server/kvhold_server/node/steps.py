@@ -91,6 +91,7 @@ def evicted_hashes(output: StepOutput) -> list[bytes]:
 def count_items(totals: PoolTotals, output: StepOutput, *, quota_limited: bool = False) -> None:
     """Adds a step's items to the pool's counters."""
     totals.num_steps += 1
+    totals.step_items.observe(len(output.free_status) + len(output.extend_status) + len(output.admit_status))
     results = totals.allocations
     for status in output.extend_status:
         results["ok" if status == Status.OK else allocation_result(status, 0, quota_limited)] += 1

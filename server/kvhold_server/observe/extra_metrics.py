@@ -4,13 +4,14 @@ Tenants are named by clients, so their number is bounded here: the largest of ea
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvhold_server.metrics import PREFIX
-from kvhold_server.observe.view import NodeView
+from kvhold_server.metrics import PREFIX, cumulated
+from kvhold_server.node.telemetry import Histogram
+from kvhold_server.observe.view import NodeView, PoolView
 
 MAX_TENANT_SERIES = 10  # per pool
 OTHER_TENANTS = "other"
@@ -81,6 +82,25 @@ class ViewCollector(Collector):
                       ("pool", "within"),
                       (((p.name, word), tokens) for p in view.pools
                        for word, tokens in zip(AGE_WORDS, p.evicted_miss_tokens_by_age, strict=True)))  # fmt: skip
+        yield from histograms(view)
+
+
+HISTOGRAMS: tuple[tuple[str, str, Callable[[PoolView], Histogram]], ...] = (
+    ("step_items", "Items of a step: freed, extended and admitted sequences.", lambda p: p.snapshot.totals.step_items),
+    ("block_idle_before_evict_seconds", "Age at eviction: from last use to being handed out again; every 64th block.",
+     lambda p: p.residency.idle_before_evict),
+    ("block_reuse_gap_seconds", "Between two hits of the same block.", lambda p: p.residency.reuse_gap),
+)  # fmt: skip
+
+
+def histograms(view: NodeView) -> Iterator[Metric]:
+    """Distributions, one series a pool."""
+    for name, text, histogram_of in HISTOGRAMS:
+        family = HistogramMetricFamily(PREFIX + name, text, labels=("pool",))
+        for pool in view.pools:
+            histogram = histogram_of(pool)
+            family.add_metric((pool.name,), cumulated(histogram), histogram.sum)
+        yield family
 
 
 def _device_memory(view: NodeView) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -13,6 +13,7 @@ from kvhold_server.observe.view import (
     NodeView,
     PlacementView,
     PoolView,
+    ResidencyHistograms,
     SessionView,
 )
 from kvhold_server.sessions.session import Session
@@ -30,6 +31,7 @@ class Observer:
         self._started_at_s = node.now_s
         self._sessions: tuple[SessionView, ...] = ()
         self._sessions_at_s = float("-inf")
+        self._residency: dict[str, ResidencyHistograms] = {}
 
     def take(self) -> NodeView:
         """The whole picture now; sessions may be a second old."""
@@ -40,15 +42,23 @@ class Observer:
         return NodeView(
             snapshot=snapshot,
             pools=tuple(
-                pool_view(node, live, pool) for live, pool in zip(node.pools.values(), snapshot.pools, strict=True)
+                pool_view(node, live, pool, self._residency_of(live))
+                for live, pool in zip(node.pools.values(), snapshot.pools, strict=True)
             ),
             sessions=self._sessions,
             backends=backend_views(node),
             devices=device_views(node),
         )
 
+    def _residency_of(self, live: LivePool) -> ResidencyHistograms:
+        """Drains the pool's samples. It keeps a bounded number: a pool that nobody looks at loses the oldest."""
+        self._residency = {name: kept for name, kept in self._residency.items() if name in self._node.pools}
+        histograms = self._residency.setdefault(live.name, ResidencyHistograms())
+        histograms.absorb(live.pool.take_residency_samples())
+        return histograms.copy()
 
-def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot) -> PoolView:
+
+def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot, residency: ResidencyHistograms) -> PoolView:
     """One pool."""
     ranks = live.plan.ranks if live.plan else ()
     return PoolView(
@@ -65,6 +75,7 @@ def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot) -> PoolView:
         placements=_placements(ranks[0]) if ranks else (),
         quotas=dict(live.quotas),
         evicted_miss_tokens_by_age=tuple(snapshot.prefix.miss_evicted_by_age_tokens),
+        residency=residency,
     )
 
 

@@ -6,11 +6,12 @@
 A view holds no reference to anything that changes, so a slow reader never sees half a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvhold_server.metrics import PoolSnapshot, Snapshot
 from kvhold_server.node.telemetry import Histogram
+from kvhold_server.pool.residency import ResidencySample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,29 @@ class SessionView:
     quarantine_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+RESIDENCY_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 86400.0)
+
+
+@dataclass(slots=True, kw_only=True)
 class ResidencyHistograms:
     """Lives of a sample of blocks, in seconds."""
 
-    lifetime: Histogram
-    idle_before_evict: Histogram
-    reuse_gap: Histogram
+    idle_before_evict: Histogram = field(default_factory=lambda: Histogram(RESIDENCY_BOUNDS_S))
+    reuse_gap: Histogram = field(default_factory=lambda: Histogram(RESIDENCY_BOUNDS_S))
+
+    def absorb(self, samples: Iterable[ResidencySample]) -> None:
+        """Adds what the pool gathered since it was asked last."""
+        for sample in samples:
+            self.idle_before_evict.observe(sample.idle_s)
+            for gap_s in sample.reuse_gaps_s:
+                self.reuse_gap.observe(gap_s)
+
+    def copy(self) -> "ResidencyHistograms":
+        """A snapshot that another thread may read."""
+        return ResidencyHistograms(
+            idle_before_evict=self.idle_before_evict.copy(),
+            reuse_gap=self.reuse_gap.copy(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +103,7 @@ class PoolView:
     placements: tuple[PlacementView, ...] = ()
     quotas: Mapping[str, int] = field(default_factory=dict)
     evicted_miss_tokens_by_age: tuple[int, ...] = ()
+    residency: ResidencyHistograms = field(default_factory=ResidencyHistograms)
 
     @property
     def name(self) -> str:
