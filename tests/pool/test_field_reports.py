@@ -252,6 +252,13 @@ def test_pool_14_tables_end_at_the_longest_sequence() -> None:
     assert len(answer.tables[0]) == 4
 
 
+def test_pool_14_no_more_tokens_are_granted_than_a_table_covers() -> None:
+    """POOL-14: a prompt that is too long gets what fits."""
+    story = Story(make_pool(group(size=16), usable=20, unit=16, max_model_len=64))
+    answer = story.admit("A", 100)
+    assert (answer.new_tokens, answer.bound, len(answer.tables[0])) == (64, Bound.MAX_NEW, 4)
+
+
 def test_pool_15_never_is_told_from_not_now() -> None:
     """POOL-15."""
     story = Story(make_pool(group(size=16), usable=64, unit=16))

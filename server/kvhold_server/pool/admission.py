@@ -122,8 +122,8 @@ class Admission:
         top = self.config.max_model_len
         for name in ("num_tokens", "num_prompt_tokens"):
             value = getattr(item, name)
-            if not 1 <= value <= top:
-                raise BadCount(name, value, f"must be 1..max_model_len, {top}")
+            if not 1 <= value <= 2**31 - 1:
+                raise BadCount(name, value, "must be 1..2147483647")
         for name in (
             "budget_overhead",
             "num_lookahead_tokens",
@@ -151,11 +151,12 @@ class Admission:
             return HitResult(0, [[] for _ in self.groups.policies])
         return self.groups.lookup(sequence, turn.session, hit_limit(item.num_tokens, item.max_hit_tokens))
 
-    @staticmethod
-    def _grant(item: AdmitItem, hit_tokens: int, token_budget: int) -> tuple[int, Bound]:
+    def _grant(self, item: AdmitItem, hit_tokens: int, token_budget: int) -> tuple[int, Bound]:
         """Tokens to compute now, and what keeps it from being more."""
         start = hit_tokens + item.num_external_tokens
         new, bound = item.num_tokens - start, Bound.NONE
+        if self.config.max_model_len - start < new:
+            new, bound = self.config.max_model_len - start, Bound.MAX_NEW
         if 0 <= item.max_new_tokens < new:
             new, bound = item.max_new_tokens, Bound.MAX_NEW
         if token_budget - item.budget_overhead < new:
