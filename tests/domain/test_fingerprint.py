@@ -13,7 +13,7 @@ from tests.planner.builders import chunked, full, mamba, many, planned, sliding
 
 GIB = 2**30
 LAYERS = many(4, full(), "f") | many(5, sliding(), "s")
-STABLE = "6ee84a6f167be7317824a5bb9215102ff22d5d22be4299191abb6dbf9c5ec709"
+STABLE = "653271f5ca6f15e900977f571ce80b38c8766c915cc50e26f92c0e50ca104318"
 
 
 def base(**fields: Any) -> Plan:

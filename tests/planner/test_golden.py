@@ -250,6 +250,7 @@ def test_the_drafter_has_a_pool_of_its_own() -> None:
     drafts = [tensor for tensor in rank.tensors if tensor.layer_names[0] in DRAFTS]
     assert [(t.layer_stride_bytes, t.offset_bytes) for t in drafts] == [(606208, 8720000), (606208, 9326208)]
     assert made.max_concurrency == 6.25
+    assert [group.kind for group in made.scheduler_groups if group.uses_draft_pool] == ["draft_sliding_window"]
 
 
 def test_without_a_pool_drafter_pages_are_part_of_the_block() -> None:

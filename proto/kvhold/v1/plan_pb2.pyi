@@ -1594,6 +1594,7 @@ class Group(_message.Message):
     LAYER_SPEC_INDEX_FIELD_NUMBER: _builtins.int
     MEMBER_SPEC_INDEXES_FIELD_NUMBER: _builtins.int
     MEMBER_PAGE_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    USES_DRAFT_POOL_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """Name of an arm of LayerSpec.kind, or "uniform_type": layers that keep a page each but hold the same number of blocks."""
     block_size_tokens: _builtins.int
@@ -1616,6 +1617,8 @@ class Group(_message.Message):
     """What it is for."""
     layer_spec_index: _builtins.int
     """Position in Plan.layer_specs of the spec of all layers. Absent for uniform_type."""
+    uses_draft_pool: _builtins.bool
+    """Its blocks are those of the drafter's own pool: RankPlan.draft_num_blocks of them, with ids of their own."""
     @_builtins.property
     def layer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """This rank's layers, in order. May be empty on a pipeline stage."""
@@ -1645,10 +1648,11 @@ class Group(_message.Message):
         layer_spec_index: _builtins.int | None = ...,
         member_spec_indexes: _abc.Iterable[_builtins.int] | None = ...,
         member_page_size_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        uses_draft_pool: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_layer_spec_index", b"_layer_spec_index", "layer_spec_index", b"layer_spec_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_layer_spec_index", b"_layer_spec_index", "block_size_tokens", b"block_size_tokens", "enable_kv_transfer", b"enable_kv_transfer", "host_resident", b"host_resident", "is_eagle_group", b"is_eagle_group", "kind", b"kind", "layer_names", b"layer_names", "layer_spec_index", b"layer_spec_index", "max_request_blocks", b"max_request_blocks", "max_request_bytes", b"max_request_bytes", "member_page_size_bytes", b"member_page_size_bytes", "member_spec_indexes", b"member_spec_indexes", "page_size_bytes", b"page_size_bytes", "prefix_cacheable", b"prefix_cacheable", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_layer_spec_index", b"_layer_spec_index", "block_size_tokens", b"block_size_tokens", "enable_kv_transfer", b"enable_kv_transfer", "host_resident", b"host_resident", "is_eagle_group", b"is_eagle_group", "kind", b"kind", "layer_names", b"layer_names", "layer_spec_index", b"layer_spec_index", "max_request_blocks", b"max_request_blocks", "max_request_bytes", b"max_request_bytes", "member_page_size_bytes", b"member_page_size_bytes", "member_spec_indexes", b"member_spec_indexes", "page_size_bytes", b"page_size_bytes", "prefix_cacheable", b"prefix_cacheable", "role", b"role", "uses_draft_pool", b"uses_draft_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__layer_spec_index: _TypeAlias = _typing.Literal["layer_spec_index"]  # noqa: Y015
     _WhichOneofArgType__layer_spec_index: _TypeAlias = _typing.Literal["_layer_spec_index", b"_layer_spec_index"]  # noqa: Y015

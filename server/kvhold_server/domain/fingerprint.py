@@ -98,6 +98,7 @@ def _group(group: Group, specs: dict[int, Json]) -> Json:
         "is_eagle_group": group.is_eagle_group,
         "host_resident": group.host_resident,
         "role": group.role.value,
+        "uses_draft_pool": group.uses_draft_pool,
     }
 
 

@@ -47,6 +47,7 @@ class Group:
     host_resident: bool = False
     enable_kv_transfer: bool = True
     role: GroupRole = GroupRole.DEFAULT
+    uses_draft_pool: bool = False  # its blocks are those of the drafter's own pool, with ids of their own
 
     @property
     def kind(self) -> str:

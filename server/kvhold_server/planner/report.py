@@ -40,7 +40,7 @@ def report(request: PlanRequest, fitted: Fitted, placed: dict[int, Placed], warn
         strategy=config.strategy,
         layout=config.layout,
         ranks=ranks,
-        scheduler_groups=tuple(_group(group, limits) for group in scheduler),
+        scheduler_groups=_sized(scheduler, limits, pooled),
         max_model_len_tokens=limits.max_model_len_tokens,
         cache_block_size_tokens=cache_block,
         scheduler_block_size_tokens=sizes.scheduler_tokens,
@@ -66,7 +66,7 @@ def _rank_plan(arrangement: Arrangement, placed: Placed, fitted: Fitted) -> Rank
         num_blocks=fitted.num_blocks,
         bytes_per_block=arrangement.block_bytes,
         needed_bytes=arrangement.need_bytes(fitted.limits),
-        groups=tuple(_group(group, fitted.limits) for group in placed.groups),
+        groups=_sized(placed.groups, fitted.limits, arrangement.pooled_groups()),
         tensors=placed.tensors,
         region_size_bytes=placed.region_size_bytes,
         needs_zeroing=needs_zeroing(placed.groups),
@@ -79,7 +79,11 @@ def _rank_plan(arrangement: Arrangement, placed: Placed, fitted: Fitted) -> Rank
     )
 
 
-def _group(group: LayerGroup, limits: Limits) -> Group:
+def _sized(groups: Sequence[LayerGroup], limits: Limits, pooled: frozenset[int]) -> tuple[Group, ...]:
+    return tuple(_group(group, limits, index in pooled) for index, group in enumerate(groups))
+
+
+def _group(group: LayerGroup, limits: Limits, uses_draft_pool: bool) -> Group:
     return Group(
         layer_names=group.layer_names,
         spec=group.spec,
@@ -88,6 +92,7 @@ def _group(group: LayerGroup, limits: Limits) -> Group:
         host_resident=group.host_resident,
         enable_kv_transfer=group.enable_kv_transfer,
         role=group.role,
+        uses_draft_pool=uses_draft_pool,
     )
 
 

@@ -326,6 +326,7 @@ def _encode_group(group: Group, table: _SpecTable) -> pb.Group:
         host_resident=group.host_resident,
         enable_kv_transfer=group.enable_kv_transfer,
         role=wire(group.role),
+        uses_draft_pool=group.uses_draft_pool,
     )
     if isinstance(group.spec, UniformTypeSpec):
         pages = {id(spec): spec.page_size_bytes for spec in group.spec.layer_specs}
