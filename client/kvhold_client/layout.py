@@ -275,12 +275,16 @@ def split_blocks(placement: Placement, num_parts: int) -> Placement:
 
 
 def layers_view(placement: Placement) -> StridedView:
-    """All bytes of a placement that hold something: uint8 [layer, block, head, state, content]."""
+    """All bytes of a placement that hold something: uint8 [layer, block, head, state, content].
+
+    Layers that share the same bytes (stride 0) are one.
+    """
+    num_layers = len(placement.layer_names) if placement.layer_stride_bytes else min(1, len(placement.layer_names))
     return StridedView(
         dtype="uint8",
         offset_bytes=placement.offset_bytes,
         shape=(
-            len(placement.layer_names),
+            num_layers,
             placement.num_blocks,
             placement.num_heads,
             placement.num_states,

@@ -9,11 +9,12 @@ from kvhold_server.memory.cuda_driver import BindingsDriver
 from kvhold_server.memory.cuda_ipc import CudaIpcBackend
 from kvhold_server.memory.cuda_vmm import CudaVmmBackend
 from kvhold_server.memory.device_with_host import DeviceWithHost
-from kvhold_server.memory.errors import BackendUnavailable
+from kvhold_server.memory.errors import BackendUnavailable, HugePagesUnavailable
 from kvhold_server.memory.fake import FakeBackend
+from kvhold_server.memory.host_pages import HostPageOptions, HugePages
 from kvhold_server.memory.kept import HolderClient, KeptBackend
-from kvhold_server.memory.memfd import MemfdBackend
-from kvhold_server.memory.posix_shm import PosixShmBackend
+from kvhold_server.memory.memfd import MemfdBackend, MemfdOptions
+from kvhold_server.memory.posix_shm import PosixShmBackend, PosixShmOptions
 
 _DEVICE_BACKENDS: dict[str, Callable[[], MemoryBackend]] = {
     "cuda_vmm": lambda: CudaVmmBackend(BindingsDriver("cuda_vmm")),
@@ -29,15 +30,27 @@ def make_backends(config: ServerConfig) -> dict[str, MemoryBackend]:
     only if the default one is not.
     """
     holder = HolderClient(Path(config.holder)) if config.holder else None
-    memfd = _kept(MemfdBackend(), holder)
+    pages = host_page_options(config)
+    if config.backend == "posix_shm" and pages.huge_pages is HugePages.EXPLICIT:
+        raise HugePagesUnavailable("explicit", "named segments cannot have them; choose the memfd backend")
+    memfd = _kept(MemfdBackend(MemfdOptions(pages=pages)), holder)
     device = _device_backends(config.backend, memfd, holder)
     made: dict[str, MemoryBackend] = {
-        "posix_shm": PosixShmBackend(config.state_path),
+        "posix_shm": PosixShmBackend(config.state_path, PosixShmOptions(pages=pages)),
         "memfd": memfd,
         "fake": FakeBackend(device_bytes=config.fake_device_bytes, num_devices=8),
         **device,
     }
     return {config.backend: made[config.backend], **made}
+
+
+def host_page_options(config: ServerConfig) -> HostPageOptions:
+    """What the operator wants of host memory."""
+    return HostPageOptions(
+        huge_pages=HugePages(config.host_huge_pages),
+        numa_node=config.host_numa_node if config.host_numa_node >= 0 else None,
+        lock=config.host_lock,
+    )
 
 
 def _device_backends(required: str, host: MemoryBackend, holder: HolderClient | None) -> dict[str, MemoryBackend]:

@@ -67,6 +67,11 @@ class ServerConfig:
     backend: str = setting(
         "posix_shm", "default memory of pools", choices=("posix_shm", "memfd", "cuda_vmm", "cuda_ipc", "fake")
     )
+    host_huge_pages: str = setting(
+        "off", "huge pages under host memory; explicit ones for memfd only", choices=("off", "transparent", "explicit")
+    )
+    host_numa_node: int = setting(-1, "NUMA node that host memory is bound to; -1: none", low=-1)
+    host_lock: bool = setting(False, "lock host memory, so that it is never swapped; needs RLIMIT_MEMLOCK")
     holder: str = setting(
         "", "socket of a holder: keeps memfd and device memory while daemons are replaced; empty: none"
     )

@@ -11,8 +11,8 @@ import pytest
 from kvhold_client import block_copy
 from kvhold_client.block_copy import BlockCopy, copy_blocks, zero_blocks
 from kvhold_client.host_memory import RegionExport
-from kvhold_client.layout import LAYOUTS
-from kvhold_client.mapping import MappedRegion, map_region
+from kvhold_client.layout import LAYOUTS, Placement, layers_view
+from kvhold_client.mapping import MappedRegion, RankLayout, map_region
 from kvhold_client.mapping_errors import InvalidCopy
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.memory.backend import RegionRequest
@@ -123,3 +123,19 @@ def test_empty_batches_are_fine(backend: PosixShmBackend) -> None:
         copy_blocks(region, 0, [])
         zero_blocks(region, 0, [])
     assert os.stat(f"/dev/shm/{export.shm_name}").st_size == before
+
+
+def test_layers_that_share_their_bytes_are_copied_once(backend: PosixShmBackend) -> None:
+    shared = Placement(
+        layer_names=("full.0", "window.0"), offset_bytes=0, layer_stride_bytes=0, block_stride_bytes=64,
+        page_size_bytes=64, num_blocks=4,
+    )  # fmt: skip
+    assert layers_view(shared).shape == (1, 4, 1, 1, 64)
+    layout = RankLayout(placements=(shared,), groups=(("full.0",), ("window.0",)))
+    region = backend.reserve(RegionRequest(pool=PoolName("m"), rank=0, size_bytes=256))
+    export = RegionExport(size_bytes=region.size_bytes, shm_name=backend.export(region).shm_name)
+    with map_region([export], layout, library="numpy") as mapped:
+        mapped.views["full.0"][1] = 9
+        copy_blocks(mapped, 1, [BlockCopy(1, 2)])
+        assert (mapped.views["window.0"][2] == 9).all()
+        assert not mapped.views["window.0"][3].any()

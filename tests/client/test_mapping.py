@@ -308,3 +308,17 @@ def test_an_error_in_the_second_region_unmaps_the_first(shm: Shm) -> None:
 
 def _num_mappings(name: str) -> int:
     return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_views_go_to_other_libraries_without_copying(shm: Shm) -> None:
+    """DLPack."""
+    torch = pytest.importorskip("torch")
+    layout = one_group_layout("BHLNC", dtype="float16")
+    _, export = shm.reserve(region_bytes(layout))
+    with map_region([export], layout, library="numpy") as region:
+        taken = torch.from_dlpack(region.views["layers.1"])
+        taken[2] = 5
+        assert (region.views["layers.1"][2] == 5).all()
+        with pytest.raises(MappingInUse):
+            region.unmap()
+        del taken

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from kvhold_server.backends import make_backends
+from kvhold_server.backends import host_page_options, make_backends
 from kvhold_server.config import ServerConfig
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.memory.backend import ExportKind, RegionRequest
 from kvhold_server.memory.cuda_vmm import CudaVmmBackend
 from kvhold_server.memory.device_with_host import DeviceWithHost
-from kvhold_server.memory.errors import BackendUnavailable, UnknownRegion
+from kvhold_server.memory.errors import BackendUnavailable, HugePagesUnavailable, UnknownRegion
+from kvhold_server.memory.host_pages import HugePages
 from kvhold_server.memory.memfd import MemfdBackend
 from tests.memory.fake_driver import FakeDriver
 
@@ -50,3 +51,16 @@ def test_a_machine_without_a_gpu_has_the_host_backends_and_says_why_not_the_othe
     with pytest.raises(BackendUnavailable):
         make_backends(ServerConfig(state_dir=str(tmp_path), backend="cuda_vmm"))
     make_backends(ServerConfig(state_dir=str(tmp_path)))["posix_shm"].close()  # nothing was left locked
+
+
+def test_page_options_come_from_the_configuration(tmp_path: Path) -> None:
+    assert host_page_options(ServerConfig()).huge_pages is HugePages.OFF
+    assert host_page_options(ServerConfig()).numa_node is None
+    pages = host_page_options(ServerConfig(host_huge_pages="transparent", host_numa_node=0, host_lock=True))
+    assert (pages.huge_pages, pages.numa_node, pages.lock) == (HugePages.TRANSPARENT, 0, True)
+    with pytest.raises(HugePagesUnavailable):
+        make_backends(ServerConfig(state_dir=str(tmp_path), host_huge_pages="explicit"))
+    for backend in make_backends(
+        ServerConfig(state_dir=str(tmp_path), host_huge_pages="explicit", backend="memfd")
+    ).values():
+        backend.close()

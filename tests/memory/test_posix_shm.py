@@ -25,7 +25,7 @@ from kvhold_server.memory.errors import (
 from kvhold_server.memory.host_limits import HostLimits
 from kvhold_server.memory.host_pages import HostPageOptions, HugePages
 from kvhold_server.memory.posix_shm import PosixShmBackend, PosixShmOptions
-from kvhold_server.memory.segment_names import lock_name, parse_segment_name, segment_name
+from kvhold_server.memory.segment_names import parse_segment_name, segment_name
 
 SIZE = 64 << 10
 
@@ -276,6 +276,8 @@ def test_limits_of_machine_and_control_group_bind(tmp_path: Path, shm_dir: Path)
 
 def test_explicit_huge_pages_are_for_memfd(tmp_path: Path, shm_dir: Path) -> None:
     wanted = HostPageOptions(huge_pages=HugePages.EXPLICIT)
+    backend = PosixShmBackend(tmp_path, options(shm_dir, pages=wanted))
     with pytest.raises(HugePagesUnavailable):
-        PosixShmBackend(tmp_path, options(shm_dir, pages=wanted))
-    assert not (shm_dir / lock_name("x")).exists()
+        backend.reserve(ask())
+    assert segments(shm_dir) == []
+    backend.close()

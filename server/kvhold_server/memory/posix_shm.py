@@ -82,8 +82,6 @@ class PosixShmBackend(MemoryBackend):
     def __init__(self, instance_directory: Path, options: PosixShmOptions | None = None) -> None:
         """Raises InstanceInUse, BackendUnavailable, HugePagesUnavailable."""
         self._options = options or PosixShmOptions()
-        if self._options.pages.huge_pages is HugePages.EXPLICIT:
-            raise HugePagesUnavailable("explicit", "named segments cannot have them; use the memfd backend")
         if not os.access(self._options.directory, os.W_OK | os.X_OK):
             raise BackendUnavailable(self.name, f"{self._options.directory} is not a writable directory")
         self._granularity_bytes = huge_page_bytes(self._options.pages.huge_pages)
@@ -96,6 +94,8 @@ class PosixShmBackend(MemoryBackend):
 
     def reserve(self, request: RegionRequest) -> Region:
         check_request(request)
+        if self._options.pages.huge_pages is HugePages.EXPLICIT:
+            raise HugePagesUnavailable("explicit", "named segments cannot have them; use the memfd backend")
         name = segment_name(self._instance, request)
         size_bytes = round_up(request.size_bytes, self._granularity_bytes)
         with self._table.claim(request.region_id):
