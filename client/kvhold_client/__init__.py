@@ -29,7 +29,7 @@ _HOME = {
     "SequenceTable": "sequence_table",
     "Session": "session",
     "SessionFenced": "errors",
-    "StepOutcome": "sequence_table",
+    "StepOutcome": "step_outcome",
     "Unreachable": "errors",
     "model_plan_request": "models",
 }

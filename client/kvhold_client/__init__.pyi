@@ -13,7 +13,7 @@ from kvhold_client.results import ItemStatus as ItemStatus
 from kvhold_client.results import PoolCounts as PoolCounts
 from kvhold_client.sequence import Sequence as Sequence
 from kvhold_client.sequence_table import SequenceTable as SequenceTable
-from kvhold_client.sequence_table import StepOutcome as StepOutcome
 from kvhold_client.session import Session as Session
+from kvhold_client.step_outcome import StepOutcome as StepOutcome
 
 __version__: str

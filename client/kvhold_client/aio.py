@@ -35,11 +35,12 @@ from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unre
 from kvhold_client.plan import Plan
 from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
 from kvhold_client.results import Capabilities, SessionInfo, StepReply
-from kvhold_client.sequence_table import SequenceTable, StepOutcome
+from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session import MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
 from kvhold_client.session_core import Credentials, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import decode_step
+from kvhold_client.step_outcome import StepOutcome
 from kvhold_client.target import channel_options, default_target, normal_target
 
 Answer = TypeVar("Answer")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvhold_client.errors import KvholdError, error_from_status
+from kvhold_client.errors import KvholdError, Unreachable, error_from_status
 
 DETAILS_KEY = "grpc-status-details-bin"
 Answer = TypeVar("Answer")
@@ -28,6 +28,8 @@ def call(
         return method(request, timeout=settings.timeout_s if timeout_s is None else timeout_s)
     except grpc.RpcError as error:
         raise typed_error(error, settings.target) from None
+    except ValueError as error:  # what gRPC raises for a closed channel
+        raise Unreachable(f"the client of {settings.target} is closed: {error}") from None
 
 
 def typed_error(error: Any, target: str) -> KvholdError:

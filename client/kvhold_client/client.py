@@ -11,6 +11,7 @@ and exactly once. Make a client after forking, never before.
 
 import os
 import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -62,6 +63,9 @@ class Client:
         self._pools = pool_pb2_grpc.PoolServiceStub(self._channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # An open stream can hang the interpreter's exit: cancel it and close the channel in time.
+        self._at_exit = weakref.finalize(self, _hang_up, self._channel, self._open_sessions)
 
     # ------------------------------------------------------------------------------------------------------- plans
     def capabilities(self) -> Capabilities:
@@ -105,7 +109,10 @@ class Client:
 
     # --------------------------------------------------------------------------------------------------- lifetime
     def close(self) -> None:
-        """Closes the connection. Sessions must be closed first: theirs is this connection."""
+        """Closes what sessions are still open, in order, and then the connection. Idempotent."""
+        for session in list(self._open_sessions):
+            session.close()
+        self._at_exit.detach()
         self._channel.close()
 
     def __enter__(self) -> "Client":
@@ -115,6 +122,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _hang_up(channel: grpc.Channel, sessions: "weakref.WeakSet[Session]") -> None:
+    for session in list(sessions):
+        session.abandon()
+    channel.close()
 
 
 class Pool:
@@ -153,7 +166,9 @@ class Pool:
         core = SessionCore(
             pool=self.name, client_name=name, tenant=tenant, request_id=uuid.uuid4().hex, pid=os.getpid()
         )
-        return Session(client._channel, core, self.info.shape, client._settings, on_lost)
+        session = Session(client._channel, core, self.info.shape, client._settings, on_lost)
+        client._open_sessions.add(session)
+        return session
 
     def map_rank(
         self,

@@ -23,15 +23,15 @@ transport (`send` is handed in) and no clock; asyncio callers use `plan_step` an
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_client.errors import InvalidRequest
-from kvhold_client.results import BlockCopy, ItemStatus, PoolCounts, StepReply
+from kvhold_client.results import ItemStatus, StepReply
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import StepBuilder
+from kvhold_client.step_outcome import Admission, ExtendAsk, StepOutcome
 
 _OK = int(ItemStatus.OK)
 _UNKNOWN = int(ItemStatus.UNKNOWN_SEQUENCE)
@@ -53,44 +53,6 @@ _REMEMBERED = frozenset(
 def _caller_bug(reply: StepReply) -> InvalidRequest:
     texts = "; ".join(f"{p.part}[{p.index}]: {p.reason}: {p.message}" for p in reply.problems)
     return InvalidRequest(texts, reason=reply.problems[0].reason, metadata={"part": reply.problems[0].part})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtendAsk:
-    """An extend item that was refused or not tried, to be asked for again."""
-
-    sequence: Sequence
-    slots_needed: int
-    processed_tokens: int
-    publish_tokens: int
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A sequence that runs from this step on: computing begins at `hit_tokens`."""
-
-    sequence: Sequence
-    hit_tokens: int
-    granted_tokens: int
-
-
-@dataclass(slots=True, kw_only=True)
-class StepOutcome:
-    """What a step changed. `extended` and `new_block_ids` are parallel; the latter has one list of ids per group."""
-
-    sent: bool = False
-    extended: list[Sequence] = field(default_factory=list)
-    new_block_ids: list[list[list[int]]] = field(default_factory=list)
-    refused_extends: list[ExtendAsk] = field(default_factory=list)  # the first was refused, the others not tried
-    admitted: list[Admission] = field(default_factory=list)
-    not_admitted: list[Sequence] = field(default_factory=list)  # in order; all of them may be asked for again
-    admit_refusal: ItemStatus | None = None  # of the first of them
-    impossible: list[Sequence] = field(default_factory=list)  # larger than the pool or quota: fail the request
-    lost: list[Sequence] = field(default_factory=list)  # the daemon does not know them: preempt and admit again
-    copies: list[BlockCopy] = field(default_factory=list)
-    zero_block_ids: list[int] = field(default_factory=list)
-    counts: PoolCounts | None = None  # None: nothing was sent
 
 
 class SequenceTable:
@@ -169,6 +131,8 @@ class SequenceTable:
         num_hashes = 0
         if sequence.num_hashes > sequence.num_hashes_sent:  # a waiting sequence's hashes replace what is remembered
             hashes, num_hashes = sequence.hashes, sequence.num_hashes
+        if not sequence.num_hashes and num_tokens >= self.shape.hash_block_size_tokens:
+            options.setdefault("skip_lookup", True)  # without hashes it would be taken for one asked for again
         self._builder.admit_items.append((sequence.sequence_id, num_tokens, num_hashes), hashes, options)
         self._admitting.append(sequence)
         self._admit_hashes.append(sequence.num_hashes)

@@ -9,9 +9,10 @@ from kvhold.v1 import block_pb2 as pb
 from kvhold_client.errors import InvalidRequest
 from kvhold_client.results import ItemProblem, ItemStatus, StepReply
 from kvhold_client.sequence import Sequence, SequenceState
-from kvhold_client.sequence_table import SequenceTable, StepOutcome
+from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.shape import GroupShape, PoolShape
 from kvhold_client.step import decode_step
+from kvhold_client.step_outcome import StepOutcome
 
 HASH_BYTES = 4
 FULL = GroupShape(kind="full_attention", block_size_tokens=4)

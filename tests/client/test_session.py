@@ -51,7 +51,7 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         self.beats = 0
         self.closed = threading.Event()
 
-    def OpenSession(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    def OpenSession(self, request, context):  # type: ignore[no-untyped-def]
         if request.resume_token:
             self.num_resumes += 1
             if self.resume_refused:
@@ -70,18 +70,18 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         )
         return response
 
-    def KeepAlive(self, requests, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    def KeepAlive(self, requests, context):  # type: ignore[no-untyped-def]
         for request in requests:
             if request.epoch != self.epoch:
                 self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED")
             self.beats += 1
             yield session_pb2.KeepAliveResponse(boot_id="boot")
 
-    def CloseSession(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    def CloseSession(self, request, context):  # type: ignore[no-untyped-def]
         self.closed.set()
         return session_pb2.CloseSessionResponse(boot_id="boot")
 
-    def Step(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    def Step(self, request, context):  # type: ignore[no-untyped-def]
         self.seen.append((request.epoch, request.step, request.part))
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "fenced":

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from kvhold_client.replay.counters import SharedCounters
 from kvhold_client.replay.request import Request
-from kvhold_client.sequence_table import Admission
 from kvhold_client.shape import PoolShape
+from kvhold_client.step_outcome import Admission
 
 
 class BlockBytes(Protocol):

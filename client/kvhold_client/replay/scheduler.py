@@ -15,8 +15,8 @@ from kvhold_client.replay.forward import Forward
 from kvhold_client.replay.request import Request
 from kvhold_client.replay.trace import TraceRow, UnitDigests
 from kvhold_client.sequence import SequenceState
-from kvhold_client.sequence_table import Admission, ExtendAsk, StepOutcome
 from kvhold_client.session import Session
+from kvhold_client.step_outcome import Admission, ExtendAsk, StepOutcome
 
 MAX_HEADS = 8  # waiting requests that ride in one rpc
 MAX_QUEUED = 64  # rows that wait inside the scheduler; the rest of the trace stays outside

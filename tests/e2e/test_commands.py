@@ -1,0 +1,84 @@
+"""Commands against a running daemon."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from kvhold_client.cli import main
+from kvhold_client.client import Client
+from kvhold_client.local_daemon import LocalDaemon
+from kvhold_client.models import GIB, model_plan_request
+
+
+def ask(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(list(args), {}) == 0
+    return capsys.readouterr().out
+
+
+def test_status_is_ready_and_shows_pools(
+    daemon: LocalDaemon, open_pool: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_pool("shown", 64)
+    shown = ask(capsys, "status", "--target", daemon.target)
+    assert "ready" in shown
+    assert "liveness SERVING, readiness SERVING" in shown
+    assert "shown" in shown
+
+
+def test_pools_and_sessions_as_json_have_the_same_numbers_as_the_client(
+    daemon: LocalDaemon, client: Client, open_pool: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = open_pool("numbers", 64)
+    with client.get_pool(name).open_session(client_name="me") as session:
+        session.begin_step()
+        session.table.admit(session.table.new_sequence(1), num_tokens=33)
+        session.table.flush()
+        (pool,) = [
+            p for p in json.loads(ask(capsys, "pools", "--target", daemon.target, "-o", "json")) if p["name"] == name
+        ]
+        assert pool["counts"]["num_held_blocks"] == 3
+        (mine,) = json.loads(ask(capsys, "sessions", "--target", daemon.target, "--pool", name, "-o", "json"))
+        assert (mine["client_name"], mine["num_sequences"], mine["num_held_blocks"]) == ("me", 1, 3)
+        assert session.session_id not in json.dumps(mine), "a session's id is a secret"
+
+
+def test_top_prints_one_screen_on_a_pipe(
+    daemon: LocalDaemon, open_pool: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_pool("seen", 64)
+    shown = ask(capsys, "top", "--target", daemon.target)
+    assert "seen" in shown
+    assert "\x1b" not in shown
+
+
+def test_plan_shows_what_the_planner_says(
+    daemon: LocalDaemon, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = client.plan(model_plan_request("llama-3.1-8b", memory_bytes=40 * GIB))
+    assert (plan.num_blocks, plan.capacity_tokens) == (20480, 327_680)
+    shown = ask(capsys, "plan", "--model", "llama-3.1-8b", "--target", daemon.target)
+    assert "20,479 usable + 1 null, 2 MiB each" in shown
+    assert "327,680 tokens" in shown
+
+
+def test_plan_of_gemma_names_windows_and_waste(daemon: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ask(capsys, "plan", "--model", "gemma-3-27b", "--target", daemon.target)
+    assert shown.count("sliding_window 1024") == 6
+    assert "full_attention" in shown
+    assert "warning" in shown
+
+
+def test_too_little_memory_is_a_failure_with_the_length_that_would_fit(
+    daemon: LocalDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "llama-3.1-8b", "--memory", "1GiB", "--target", daemon.target], {}) == 1
+    said = capsys.readouterr()
+    assert "INSUFFICIENT_MEMORY" in said.err
+    assert not said.out
+
+
+def test_version_shows_the_daemons(daemon: LocalDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(ask(capsys, "version", "--target", daemon.target, "-o", "json"))
+    assert found["daemon"]["version"]
+    assert len(found["daemon"]["boot_id"]) >= 8
