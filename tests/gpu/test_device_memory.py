@@ -171,6 +171,21 @@ def test_a_region_grows_and_shrinks_by_chunks(vmm: CudaVmmBackend) -> None:
 
 
 @pytest.mark.gpu
+def test_descriptors_alone_keep_device_memory(vmm: CudaVmmBackend) -> None:
+    """What the holder relies on: nobody has imported the memory, and its owner has released it."""
+    free_bytes = vmm.usage().devices[0].free_bytes
+    if free_bytes == UNKNOWN_BYTES:
+        pytest.skip("no NVML: nobody can say how much is free")
+    region = vmm.reserve(ask(1 << 30))
+    fds = vmm.open_fds(region)
+    vmm.release(region)
+    assert vmm.usage().devices[0].free_bytes <= free_bytes - (1 << 29)
+    for fd in fds:
+        os.close(fd)
+    assert vmm.usage().devices[0].free_bytes >= free_bytes - (1 << 28)
+
+
+@pytest.mark.gpu
 def test_ipc_exports_are_whole_and_typed() -> None:
     try:
         backend = CudaIpcBackend(BindingsDriver("cuda_ipc"))
