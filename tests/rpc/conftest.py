@@ -21,3 +21,11 @@ async def daemon(short_dir: Path) -> AsyncIterator[RunningDaemon]:
     async with running(short_dir) as started:
         yield started
         started.check()
+
+
+@pytest.fixture
+async def deadly_daemon(short_dir: Path) -> AsyncIterator[RunningDaemon]:
+    """One that gives a silent client hardly any time: for tests that wait for deaths."""
+    async with running(short_dir, grace_period_s=0.15) as started:
+        yield started
+        started.check()

@@ -167,7 +167,8 @@ async def test_reset_and_deletion_are_told(daemon: RunningDaemon) -> None:
     assert (await reader.read()).events[0].cleared.reason == "POOL_DELETED"
 
 
-async def test_provisional_blocks_of_a_dead_session_are_never_told(daemon: RunningDaemon) -> None:
+async def test_provisional_blocks_of_a_dead_session_are_never_told(deadly_daemon: RunningDaemon) -> None:
+    daemon = deadly_daemon
     session = await started(daemon)
     reader = Reader(daemon)
     await reader.read()

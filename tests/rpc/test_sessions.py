@@ -22,7 +22,8 @@ async def resume(daemon: RunningDaemon, token: str) -> ClientSession:
     return ClientSession(daemon, opened)
 
 
-async def test_a_dead_clients_blocks_are_free_after_grace_and_its_cache_stays(daemon: RunningDaemon) -> None:
+async def test_a_dead_clients_blocks_are_free_after_grace_and_its_cache_stays(deadly_daemon: RunningDaemon) -> None:
+    daemon = deadly_daemon
     await daemon.open_pool()
     session = await daemon.open_session()
     await session.keep_alive()
@@ -37,7 +38,8 @@ async def test_a_dead_clients_blocks_are_free_after_grace_and_its_cache_stays(da
     assert (await refused(session.step())).reason == "SESSION_FENCED"
 
 
-async def test_provisional_blocks_of_a_dead_client_are_never_served(daemon: RunningDaemon) -> None:
+async def test_provisional_blocks_of_a_dead_client_are_never_served(deadly_daemon: RunningDaemon) -> None:
+    daemon = deadly_daemon
     await daemon.open_pool()
     session = await daemon.open_session()
     await session.admit(1, 40, 1, 2)
@@ -75,7 +77,8 @@ async def test_resume_within_grace_keeps_everything_and_fences_the_old_epoch(dae
     resumed.break_stream()
 
 
-async def test_resume_with_a_wrong_token_or_too_late_is_refused(daemon: RunningDaemon) -> None:
+async def test_resume_with_a_wrong_token_or_too_late_is_refused(deadly_daemon: RunningDaemon) -> None:
+    daemon = deadly_daemon
     await daemon.open_pool()
     session = await daemon.open_session()
     for token in ("guess", session.opened.session_id):
@@ -133,8 +136,9 @@ async def test_keepalive_of_a_fenced_session_ends_with_the_reason(daemon: Runnin
     assert refusal.reason == "SESSION_FENCED"
 
 
-async def test_a_worker_that_still_maps_keeps_a_dead_schedulers_blocks_waiting(daemon: RunningDaemon) -> None:
+async def test_a_worker_that_still_maps_keeps_a_dead_schedulers_blocks_waiting(deadly_daemon: RunningDaemon) -> None:
     """R17: the scheduler's socket closes first while a worker still runs."""
+    daemon = deadly_daemon
     await daemon.open_pool()
     session = await daemon.open_session()
     await session.admit(1, 40, 1, 2)
