@@ -79,6 +79,7 @@ CONFIGS: dict[str, PoolConfig] = {
     "mamba_all": pool_of(full(16), mamba(16, MambaMode.ALL), unit=16, block=16, num_blocks=24),
     "mamba_align": pool_of(full(16), mamba(16), unit=16, block=16, num_blocks=24),
     "mamba_fine": pool_of(full(16), mamba(16), unit=4, block=16, num_blocks=26),
+    "mamba_fine_tight": pool_of(full(16), mamba(16), unit=4, block=16, num_blocks=11, max_model_len=64),
     "mamba_fine_small": pool_of(full(4), mamba(16), unit=4, block=16, num_blocks=48),
     "mamba_spec_eagle": pool_of(
         full(16, is_eagle=True), mamba(16, num_speculative_blocks=2), unit=4, block=16, num_blocks=34, use_eagle=True

@@ -1,0 +1,270 @@
+"""Two or three schedulers on one pool: who sees a hash when, who takes a freed block when, and what death leaves behind."""
+
+from typing import Any
+
+import pytest
+
+from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
+from kvhold_server.pool.errors import QuarantineOpen, StepOutOfOrder, TooManyOpenSteps, UnknownPoolSession
+from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.values import AdmitColumns, Bound, Status, StepInput
+
+BIG = 2**31 - 1
+FULL = GroupConfig(kind=GroupKind.FULL, block_size_tokens=4)
+
+
+def make_pool(num_blocks: int, *groups: GroupConfig, **more: Any) -> Pool:
+    return Pool(
+        PoolConfig(
+            groups=groups or (FULL,),
+            num_blocks=num_blocks,
+            hash_unit_tokens=4,
+            scheduler_block_tokens=more.pop("block", 4),
+            max_model_len=1 << 20,
+            **more,
+        )
+    )
+
+
+class Scheduler:
+    """A session that steps by hand."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.session = pool.open_session()
+        self.step = 0
+        self.next_step(0)
+
+    def next_step(self, completed: int | None = None) -> None:
+        self.step += 1
+        self.pool.begin_step(self.session, self.step, self.step - 1 if completed is None else completed)
+
+    def admit(self, sid: int, text: str, num_tokens: int, **item: Any) -> Any:
+        hashes = [f"{text}{i}".encode() for i in range(num_tokens // 4)]
+        return self.pool.admit(self.session, sid, num_tokens=num_tokens, hashes=hashes, token_budget=BIG, **item)
+
+    def hit(self, text: str, num_tokens: int) -> int:
+        hashes = [f"{text}{i}".encode() for i in range(num_tokens // 4)]
+        return self.pool.lookup(self.session, num_tokens=num_tokens, hashes=hashes).hit_tokens
+
+    def free(self, sid: int, **item: Any) -> None:
+        self.pool.free(self.session, sid, **item)
+
+
+def test_a_provisional_hash_is_seen_by_its_own_session_only() -> None:
+    pool = make_pool(20)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 12)
+    assert (ann.hit("P", 13), bob.hit("P", 13)) == (12, 0)
+    assert pool.counts().provisional == 3
+    ann.next_step()
+    assert bob.hit("P", 13) == 12 and pool.counts().provisional == 0
+    hit = bob.admit(1, "P", 13)
+    assert hit.hit_tokens == 12 and hit.own_hit_tokens == 0
+    pool.check_invariants()
+
+
+def test_a_copy_that_is_visible_stands_in_for_a_first_block_that_is_not() -> None:
+    pool = make_pool(20)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 8)
+    bob.admit(1, "P", 8)
+    mine = bob.pool.tables(bob.session, 1)[0]
+    assert pool.lookup(bob.session, num_tokens=9, hashes=[b"P0", b"P1"]).blocks == [mine]
+
+
+def test_a_freed_block_goes_to_others_after_the_step_and_to_its_own_session_at_once() -> None:
+    pool = make_pool(5)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 16)
+    ann.free(1)
+    assert (pool.available(ann.session), pool.available(bob.session)) == (4, 0)
+    assert bob.admit(1, "Q", 4).status is Status.REFUSED
+    ann.admit(2, "R", 4)
+    assert pool.available(bob.session) == 0
+    ann.next_step()
+    assert pool.available(bob.session) == 3
+    assert bob.admit(1, "Q", 12).status is Status.OK
+    pool.check_invariants()
+
+
+def test_a_fenced_block_with_a_public_hash_may_be_hit() -> None:
+    pool = make_pool(5)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 16)
+    ann.next_step()
+    ann.free(1)
+    assert bob.admit(1, "P", 16).status is Status.REFUSED, "its last block must be new, and all others are fenced"
+    assert bob.hit("P", 16) == 12
+    ann.next_step()
+    assert bob.admit(1, "P", 16).hit_tokens == 12
+
+
+def test_a_block_that_two_sessions_let_go_waits_for_both() -> None:
+    pool = make_pool(3)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    cem = Scheduler(pool)
+    ann.admit(1, "P", 5)
+    ann.next_step()
+    hit = pool.lookup(bob.session, num_tokens=5, hashes=[b"P0"])
+    assert hit.hit_tokens == 4
+    ann.free(1)
+    assert pool.available(cem.session) == 0 and pool.available(ann.session) == 2
+    ann.next_step()
+    assert bob.admit(1, "P", 5).hit_tokens == 4
+    bob.free(1)
+    assert pool.available(cem.session) == 0
+    assert pool.available(ann.session) == 0
+    bob.next_step()
+    assert pool.available(cem.session) == 2
+    pool.check_invariants()
+
+
+def test_fences_are_made_from_what_a_single_session_freed_before_a_second_came() -> None:
+    pool = make_pool(9)
+    ann = Scheduler(pool)
+    ann.admit(1, "P", 16)
+    ann.free(1)
+    ann.admit(2, "Q", 4)
+    ann.free(2)
+    bob = Scheduler(pool)
+    assert pool.available(bob.session) == 3, "four of P, and the one of Q"
+    ann.next_step()
+    assert pool.available(bob.session) == 8
+    pool.close_session(bob.session)
+    ann.next_step()
+    assert not pool.store.tracking, "nothing to decide with one session"
+
+
+def test_walking_past_fenced_blocks_keeps_their_places() -> None:
+    pool = make_pool(9)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 16)
+    ann.free(1)
+    order = pool.describe().free_order
+    taken = bob.admit(1, "Q", 8).tables[0]
+    assert pool.describe().free_order == [block for block in order if block not in taken]
+    assert bob.admit(2, "R", 12).status is Status.REFUSED
+
+
+def test_a_dead_sessions_blocks_are_quarantined_until_its_workers_are_gone() -> None:
+    pool = make_pool(12)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 12)
+    ann.next_step()
+    ann.admit(2, "Q", 8)
+    bob.admit(1, "P", 13)
+    pool.kill_session(ann.session)
+    assert bob.hit("Q", 9) == 0, "it may be half written"
+    while not pool.reap(ann.session, 1):
+        pool.check_invariants()
+    counts = pool.counts()
+    assert (counts.held, counts.quarantined, counts.provisional) == (4, 2, 0)
+    assert bob.hit("P", 13) == 12, "that step was complete"
+    with pytest.raises(UnknownPoolSession):
+        pool.free(ann.session, 1)
+    while not pool.release_quarantine(ann.session, 1):
+        pool.check_invariants()
+    counts = pool.counts()
+    assert (counts.held, counts.quarantined) == (4, 0) and counts.sessions == 1
+    assert pool.available(bob.session) == 7
+    with pytest.raises(UnknownPoolSession):
+        pool.release_quarantine(ann.session, 1)
+
+
+def test_a_living_session_is_not_released() -> None:
+    pool = make_pool(4)
+    ann = Scheduler(pool)
+    with pytest.raises(QuarantineOpen):
+        pool.release_quarantine(ann.session, 10)
+
+
+def test_cleaning_up_100_000_blocks_is_cut_into_slices() -> None:
+    """DMN rows, issue "sessions" 3: nobody waits for one big clean-up."""
+    pool = make_pool(100_001)
+    ann = Scheduler(pool)
+    ann.admit(1, "P", 400_000)
+    Scheduler(pool)
+    pool.kill_session(ann.session)
+    num_calls, before = 0, 0
+    while not pool.reap(ann.session, 1000):
+        num_calls += 1
+        done = pool.counts().quarantined
+        assert done - before <= 1256
+        before = done
+    before = pool.counts().available
+    while not pool.release_quarantine(ann.session, 1000):
+        num_calls += 1
+        assert pool.counts().available - before <= 1256
+        before = pool.counts().available
+    assert num_calls >= 2 * 100_000 // 1256
+    assert pool.counts().available == 100_000
+
+
+def test_a_session_that_closes_leaves_its_cache_to_all() -> None:
+    pool = make_pool(8)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 12)
+    pool.close_session(ann.session)
+    assert bob.hit("P", 13) == 12 and pool.available(bob.session) == 7
+    pool.check_invariants()
+
+
+def test_both_ends_of_a_copy_are_held_until_the_step_is_complete() -> None:
+    state = GroupConfig(kind=GroupKind.MAMBA, block_size_tokens=16, mamba_mode=MambaMode.ALIGN)
+    full = GroupConfig(kind=GroupKind.FULL, block_size_tokens=16)
+    pool = make_pool(30, full, state, block=16)
+    ann = Scheduler(pool)
+    ann.admit(1, "P", 42, max_new_tokens=40)
+    ann.next_step()
+    pool.extend(ann.session, 1, slots_needed=42, processed_tokens=40, publish_tokens=42)
+    ann.next_step()
+    hit = ann.admit(2, "P", 60)
+    assert hit.hit_tokens == 40
+    copies = pool.end_step(ann.session).copies
+    assert len(copies) == 2
+    pool.free(ann.session, 1)
+    pool.free(ann.session, 2)
+    held = {block for copy in copies for block in (copy.source, copy.target)}
+    assert not held & set(pool.describe().free_order)
+    ann.next_step()
+    assert held <= set(pool.describe().free_order)
+    pool.check_invariants()
+
+
+def test_steps_must_grow_and_be_completed() -> None:
+    pool = make_pool(8, max_open_steps=3)
+    ann = Scheduler(pool)
+    with pytest.raises(StepOutOfOrder):
+        pool.begin_step(ann.session, 1, 2)
+    pool.begin_step(ann.session, 5)
+    with pytest.raises(StepOutOfOrder):
+        pool.begin_step(ann.session, 4)
+    with pytest.raises(StepOutOfOrder):
+        pool.complete(ann.session, 6)
+    pool.begin_step(ann.session, 6)
+    with pytest.raises(TooManyOpenSteps):
+        pool.begin_step(ann.session, 7)
+    pool.begin_step(ann.session, 7, 6)
+    with pytest.raises(UnknownPoolSession):
+        pool.begin_step(99, 1)
+
+
+def test_a_step_shares_one_budget_and_says_what_stopped_it() -> None:
+    pool = make_pool(40)
+    ann = Scheduler(pool)
+    columns = AdmitColumns(
+        sequence_ids=[1, 2, 3],
+        num_tokens=[8, 30, 8],
+        hash_counts=[2, 7, 2],
+        hashes=[f"{t}{i}".encode() for t, n in (("A", 2), ("B", 7), ("C", 2)) for i in range(n)],
+        alignment=[4, 4, 4],
+    )
+    output = pool.step(ann.session, StepInput(step=2, completed_step=1, token_budget=18, admit=columns))
+    assert output.admit_status == [Status.OK, Status.OK, Status.NOT_TRIED]
+    assert output.admit_new_tokens == [8, 8, 0]
+    assert output.admit_bound[:2] == [Bound.NONE, Bound.ALIGNMENT]
+    assert output.admit_counts == [2, 4 - 2, 0]
+    again = AdmitColumns(sequence_ids=[3], num_tokens=[8], hash_counts=[-1])
+    output = pool.step(ann.session, StepInput(step=3, completed_step=2, token_budget=18, admit=again))
+    assert output.admit_status == [Status.OK], "its hashes were remembered"
