@@ -9,6 +9,7 @@ from kvhold_server.app import serve
 from kvhold_server.config import ConfigError, load_config, load_with_origins
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.logs import set_up_logging
+from kvhold_server.memory.descriptor_limit import raise_descriptor_limit
 
 USAGE = "usage: python -m kvhold_server serve [--help] [flags] | config show [--origin] [flags]"
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvhold serve: {error}", file=sys.stderr)
         return 2
     set_up_logging(config)
+    raise_descriptor_limit()
     try:
         asyncio.run(serve(config))
     except KvholdError as error:

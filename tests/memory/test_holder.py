@@ -284,3 +284,13 @@ def test_memory_survives_the_daemons_sigkill(tmp_path: Path, repo_dir: Path) -> 
     holder.terminate()
     assert holder.wait(10) == 0
     assert not path.exists()
+
+
+def test_the_descriptor_limit_is_raised_to_what_is_allowed(repo_dir: Path) -> None:
+    code = (
+        "import resource; from kvhold_server.memory.descriptor_limit import raise_descriptor_limit\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "assert raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=repo_dir / "server")

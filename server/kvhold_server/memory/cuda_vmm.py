@@ -36,7 +36,7 @@ from kvhold_server.memory.cuda_errors import creating, exporting
 from kvhold_server.memory.errors import BackendUnavailable, DriverCallFailed, InvalidRegionRequest, UnknownDevice
 from kvhold_server.memory.region_table import Held, RegionTable
 
-DEFAULT_CHUNK_BYTES = 256 << 20
+DEFAULT_CHUNK_BYTES = 1 << 30
 MAX_CHUNKS = 4096  # descriptors that one export opens
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvhold_server.memory.descriptor_limit import raise_descriptor_limit
 from kvhold_server.memory.fd_frames import MAX_FDS, Frame, FrameError, receive_frame, send_frame
 
 MAX_ENTRIES = 4096
@@ -138,6 +139,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m kvhold_server.memory.holder SOCKET", file=sys.stderr)
         return 2
     path = Path(arguments[0])
+    raise_descriptor_limit()
     try:
         listener = listen(path)
     except OSError as error:
