@@ -43,7 +43,10 @@ def show_config(flags: Sequence[str], *, with_origin: bool) -> int:
     except ConfigError as error:
         print(f"kvhold config: {error}", file=sys.stderr)
         return 2
-    print("\n".join(loaded.lines(with_origin=with_origin)))
+    try:
+        print("\n".join(loaded.lines(with_origin=with_origin)), flush=True)
+    except BrokenPipeError:  # `kvhold config show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

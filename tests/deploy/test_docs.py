@@ -30,12 +30,13 @@ def which(program: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(program)
 
 
-def run(script: str) -> "subprocess.CompletedProcess[str]":
-    """In a shell where `kvhold` is this checkout's."""
-    prelude = f'set -em\nkvhold() {{ {shlex.quote(sys.executable)} -m kvhold_client "$@"; }}\nexport -f kvhold\n'
+def run(script: str, programs: Path) -> "subprocess.CompletedProcess[str]":
+    """In a shell where `kvhold` is this checkout's; `programs` is an empty directory."""
+    (programs / "kvhold").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvhold_client "$@"\n')
+    (programs / "kvhold").chmod(0o755)
     variables = environment()
-    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
-    command = ["bash", "-c", prelude + script]
+    variables["PATH"] = os.pathsep.join((str(programs), str(Path(sys.executable).parent), variables["PATH"]))
+    command = ["bash", "-c", f"set -em\n{script}"]
     return subprocess.run(command, cwd=REPO, env=variables, capture_output=True, text=True, timeout=90)
 
 
@@ -50,10 +51,10 @@ def test_every_block_is_runnable_or_says_what_it_needs(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_bare_metal_quickstart_works_as_written() -> None:
+def test_bare_metal_quickstart_works_as_written(tmp_path: Path) -> None:
     script = "\n".join(body for need, body in blocks("quickstart-bare-metal") if not need)
     shutil.rmtree("/tmp/kvhold-try", ignore_errors=True)
-    done = run(script)
+    done = run(script, tmp_path)
     shutil.rmtree("/tmp/kvhold-try", ignore_errors=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ready" in done.stdout and "kvhold_build_info" in done.stdout and "<h1>kvhold</h1>" in done.stdout
@@ -64,10 +65,10 @@ def test_bare_metal_quickstart_works_as_written() -> None:
     [(name, need, body) for name in QUICKSTARTS for need, body in blocks(name) if NEEDS.get(need)],
     ids=lambda value: value if "\n" not in value else "",
 )
-def test_blocks_that_need_a_tool_work_where_it_is(name: str, need: str, script: str) -> None:
+def test_blocks_that_need_a_tool_work_where_it_is(name: str, need: str, script: str, tmp_path: Path) -> None:
     if which(NEEDS[need] or "") is None:
         pytest.skip(f"{need} is not installed")
-    done = run(script)
+    done = run(script, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
