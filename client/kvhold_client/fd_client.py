@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvhold_client.mapping_errors import ChannelBroken, ChannelNotReachable, ChannelRefused
 
+GOODBYE_TIMEOUT_S = 1.0
 _LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 1 << 20
 _MAX_FDS = 8192
@@ -27,15 +28,22 @@ class MappingLease:
         self._connection: socket.socket | None = connection
 
     def unmapped(self) -> None:
-        """Tells the daemon that this process no longer maps the region. Call it after unmapping, not before."""
+        """Tells the daemon that this process no longer maps the region. Call it after unmapping, not before.
+
+        Returns when the daemon has heard it (it hangs up), so that what follows, such as deleting the pool, finds no
+        mapping; or after GOODBYE_TIMEOUT_S.
+        """
         if self._connection is None:
             return
         with self._connection as connection:
             self._connection = None
             try:
+                connection.settimeout(GOODBYE_TIMEOUT_S)
                 _send_frame(connection, {"event": "unmapped"})
+                while connection.recv(4096):
+                    continue
             except OSError:
-                return  # the daemon is gone: there is nobody to tell
+                return  # the daemon is gone, or has better to do: it will find out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

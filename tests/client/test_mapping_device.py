@@ -83,7 +83,7 @@ async def test_chunks_form_one_range_that_two_processes_could_share(daemon: Daem
     assert ctypes.string_at(second.address, len(content)) == content
     assert mapper.imported == {}  # handles are not needed once mapped
     for memory in (first, second):
-        memory.close()
+        await asyncio.to_thread(memory.close)
     assert mapper.holds_nothing and other.holds_nothing
 
 
@@ -92,7 +92,7 @@ async def test_the_device_is_found_by_uuid_in_any_order(daemon: Daemon) -> None:
     memory = await daemon.map(mapper)
     assert memory.device == 0
     assert mapper.access == [(0, memory.address, memory.size_bytes, False)]
-    memory.close()
+    await asyncio.to_thread(memory.close)
 
 
 @pytest.mark.parametrize("visible", [(), ("GPU-fake-0",)])
@@ -123,7 +123,7 @@ async def test_a_failure_anywhere_undoes_everything(daemon: Daemon, call: str, a
         await _until(lambda: daemon.num_gone == 1)
         await _until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
     else:
-        memory.close()
+        await asyncio.to_thread(memory.close)
         assert mapper.faults.num_calls[call] <= after, "the fault was swallowed"
 
 
@@ -139,12 +139,12 @@ async def test_remapping_at_the_same_address_after_the_daemon_was_replaced(daemo
     mapper = FakeMapper()
     memory = await daemon.map(mapper)
     address = memory.address
-    memory.close()
+    await asyncio.to_thread(memory.close)
     again = await daemon.map(mapper, wanted_address=address)
     assert again.address == address
     with pytest.raises(RegionNotMappable):  # taken: nothing is mapped elsewhere in its stead
         await daemon.map(mapper, wanted_address=address)
-    again.close()
+    await asyncio.to_thread(again.close)
     assert mapper.holds_nothing
 
 
@@ -153,10 +153,10 @@ async def test_a_living_pointer_keeps_the_memory(daemon: Daemon) -> None:
     memory = await daemon.map(mapper)
     pointer = memory.pointer()
     with pytest.raises(MappingInUse):
-        memory.close()
+        await asyncio.to_thread(memory.close)
     assert pointer.__cuda_array_interface__["data"] == (memory.address, False)
     del pointer
-    memory.close()
+    await asyncio.to_thread(memory.close)
     await _until(lambda: daemon.num_gone == 1)
 
 
@@ -165,7 +165,7 @@ async def test_a_used_token_maps_nothing(daemon: Daemon) -> None:
     export = daemon.export()
     memory = await asyncio.to_thread(lambda: map_device_region(export, mapper, read_only=True))
     assert mapper.access[-1][3] is True
-    memory.close()
+    await asyncio.to_thread(memory.close)
     with pytest.raises(ChannelRefused):
         await asyncio.to_thread(lambda: map_device_region(export, mapper, read_only=False))
     assert mapper.holds_nothing

@@ -98,7 +98,7 @@ async def test_a_token_is_worth_one_region_once(daemon: Daemon) -> None:
         await daemon.fetch(token)
     assert caught.value.refusal == "UNKNOWN_TOKEN"
     os.close(received.fds[0])
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
 
 
 async def test_the_mapping_is_reported_with_its_owner_and_process(daemon: Daemon) -> None:
@@ -107,7 +107,7 @@ async def test_the_mapping_is_reported_with_its_owner_and_process(daemon: Daemon
     mapping = daemon.events[0][1]
     assert (mapping.grant.owner, mapping.pid, mapping.uid) == ("session-1", os.getpid(), os.geteuid())
     assert daemon.channel.mappings == (mapping,)
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
     await daemon.until(lambda: daemon.names() == ["mapped", "gone"])
     assert daemon.events[1][1] == mapping
     assert daemon.channel.mappings == ()
@@ -176,7 +176,7 @@ async def test_a_thousand_mappings_leak_nothing(daemon: Daemon) -> None:
     for _ in range(1000):
         received = await daemon.fetch()
         os.close(received.fds[0])
-        received.lease.unmapped()
+        await asyncio.to_thread(received.lease.unmapped)
     await daemon.until(lambda: daemon.names().count("gone") == 1000)
     await daemon.until(lambda: daemon.channel.num_connections == 1)
     assert num_open_fds() <= fds
@@ -212,7 +212,7 @@ async def test_junk_is_dropped_and_the_next_peer_served(impatient: Daemon, junk:
     await daemon.until(lambda: daemon.channel.num_refused == 1 and daemon.channel.num_connections == 0)
     received = await daemon.fetch()
     os.close(received.fds[0])
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
 
 
 async def test_a_flood_of_silent_peers_is_bounded_and_passes(impatient: Daemon) -> None:
@@ -228,7 +228,7 @@ async def test_a_flood_of_silent_peers_is_bounded_and_passes(impatient: Daemon) 
     received = await daemon.fetch()
     assert daemon.names() == ["mapped"]
     os.close(received.fds[0])
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
     for connection in connections:
         connection.close()
 
@@ -282,7 +282,7 @@ async def test_a_read_only_grant_gives_a_read_only_descriptor(daemon: Daemon) ->
     with pytest.raises(OSError):
         os.pwrite(received.fds[0], b"x", 0)
     os.close(received.fds[0])
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
 
 
 async def test_a_region_of_many_chunks_arrives_in_order(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ async def test_a_region_of_many_chunks_arrives_in_order(tmp_path: Path) -> None:
     assert received.chunk_sizes_bytes == (1 << 16,) * 300
     for fd in received.fds:
         os.close(fd)
-    received.lease.unmapped()
+    await asyncio.to_thread(received.lease.unmapped)
     await channel.close()
     backend.close()
 
@@ -393,7 +393,7 @@ async def test_closing_the_channel_reports_nobody_gone(daemon: Daemon) -> None:
     received = await daemon.fetch()
     await daemon.channel.close()
     assert daemon.names() == ["mapped"]
-    received.lease.unmapped()  # nobody to tell, and no error
+    await asyncio.to_thread(received.lease.unmapped)  # nobody to tell, and no error
     os.close(received.fds[0])
 
 
