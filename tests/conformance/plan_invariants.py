@@ -77,7 +77,7 @@ def _about_rank(request: pb.PlanRequest, plan: pb.Plan, number: int, rank: pb.Ra
         if low < 0 or high > limit:
             yield f"tensor of {tensor.layer_names[0]} reaches {low}..{high} of 0..{limit}"
     if not legacy:
-        yield from _alignment(request, rank)
+        yield from _alignment(request, number, rank)
         yield from _widths(rank)
         yield from _overlaps(rank)
 
@@ -92,12 +92,13 @@ def _coverage(asked: Sequence[str], rank: pb.RankPlan) -> Iterator[str]:
         yield f"placed layers differ from those asked for: {sorted(set(placed) ^ set(asked))[:4]}"
 
 
-def _alignment(request: pb.PlanRequest, rank: pb.RankPlan) -> Iterator[str]:
-    used = {layer.layer_spec_index for r in request.ranks for layer in r.layers}
-    asked = [request.layer_specs[i].block_stride_alignment_bytes for i in used]
+def _alignment(request: pb.PlanRequest, number: int, rank: pb.RankPlan) -> Iterator[str]:
+    own = request.ranks[number]
+    while own.HasField("layers_of_rank"):
+        own = request.ranks[own.layers_of_rank]
+    asked = {request.layer_specs[layer.layer_spec_index].block_stride_alignment_bytes for layer in own.layers}
     step = math.lcm(*(value for value in asked if value), 1)
-    own = {layer.layer_spec_index for layer in request.ranks[0].layers}
-    if used == own and rank.bytes_per_block % step and not rank.HasField("draft_num_blocks") and not _is_aliased(rank):
+    if rank.bytes_per_block % step and not _is_aliased(rank):
         yield f"a block of {rank.bytes_per_block} bytes is not a multiple of {step}"
 
 

@@ -1,16 +1,19 @@
 """Reports from the field about planning: each test has the report's id and its numbers."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from kvhold_server.domain.dtypes import Dtype
+from kvhold_server.domain.ids import LayerName
 from kvhold_server.domain.kinds import FullSpec
 from kvhold_server.domain.layer_spec import cdiv
 from kvhold_server.domain.layouts import Layout
 from kvhold_server.domain.plan import WarningType
 from kvhold_server.planner.errors import InsufficientMemory, NoMemory
 from kvhold_server.planner.plan import plan
+from kvhold_server.planner.request import Speculation
 from tests.planner.builders import (
     config,
     full,
@@ -49,6 +52,21 @@ def test_plan_04_one_dummy_layer_is_enough_for_19_and_18() -> None:
     made = planned(many(19, full(), "f") | many(18, sliding(), "s"), GIB)
     assert [len(group) for group in groups_of(made)] == [19, 18]
     assert [dict(w.args)["num_padding_layers"] for w in made.warnings] == ["1"]
+
+
+@pytest.mark.parametrize("layout", [Layout.LBHNC, Layout.BLHNC])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_plan_06_a_drafters_layers_stay_in_one_group_and_only_that_is_flagged(layout: Layout, heads: int) -> None:
+    layers = many(10, full(), "f") | many(16, sliding(), "s") | many(2, sliding(heads=heads), "d")
+    asked = request(
+        (layers, GIB), config(1024, layout=layout, speculation=Speculation(method="eagle3", num_speculative_tokens=3))
+    )
+    made = plan(dataclasses.replace(asked, drafter_layers=frozenset({LayerName("d0"), LayerName("d1")})))
+    with_drafts = [group for group in made.ranks[0].groups if any(name.startswith("d") for name in group.layer_names)]
+    assert [group.layer_names for group in with_drafts] == [("d0", "d1")]
+    assert [group.is_eagle_group for group in made.ranks[0].groups] == [
+        group is with_drafts[0] for group in made.ranks[0].groups
+    ]
 
 
 def test_plan_07_groups_and_blocks_are_decided_for_all_stages_together() -> None:

@@ -252,7 +252,13 @@ def requests(draw: st.DrawFn, strategy: Strategy = Strategy.MODERN) -> PlanReque
         Rank(layers=tuple(Layer(name, layers[name]) for name in part), available_memory_bytes=draw(memories))
         for part in parts
     )
-    return PlanRequest(config=settings_, ranks=ranks, layer_specs=tuple(dict.fromkeys(layers.values())))
+    drafters = draw(st.sets(st.sampled_from(names), max_size=2)) if draw(st.integers(0, 4)) == 4 else ()
+    return PlanRequest(
+        config=settings_,
+        ranks=ranks,
+        layer_specs=tuple(dict.fromkeys(layers.values())),
+        drafter_layers=frozenset(drafters),
+    )
 
 
 def wire_request(request: PlanRequest) -> pb.PlanRequest:
@@ -351,6 +357,7 @@ def test_a_plan_depends_on_its_request_only_and_survives_renaming(request: PlanR
             dataclasses.replace(rank, layers=tuple(Layer(layer.name + "y", layer.spec) for layer in rank.layers))
             for rank in request.ranks
         ),
+        drafter_layers=frozenset(name + "y" for name in request.drafter_layers),
     )
     again = plan(renamed)
     assert again.num_blocks == made.num_blocks

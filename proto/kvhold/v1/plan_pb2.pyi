@@ -353,19 +353,25 @@ class Layer(_message.Message):
 
     LAYER_NAME_FIELD_NUMBER: _builtins.int
     LAYER_SPEC_INDEX_FIELD_NUMBER: _builtins.int
+    IS_DRAFTER_FIELD_NUMBER: _builtins.int
     layer_name: _builtins.str
     """REQUIRED. Unique on its rank; 1..512 bytes. The same name on two ranks means the same layer and must have the same spec."""
     layer_spec_index: _builtins.int
     """Position in PlanRequest.layer_specs."""
+    is_drafter: _builtins.bool
+    """Belongs to a drafter: such layers get a block table of their own wherever layers are spread over several, and only their
+    group is flagged as the drafter's. If no layer is marked, the group is guessed from the speculation method.
+    """
     def __init__(
         self,
         *,
         layer_name: _builtins.str = ...,
         layer_spec_index: _builtins.int = ...,
+        is_drafter: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_name", b"layer_name", "layer_spec_index", b"layer_spec_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_drafter", b"is_drafter", "layer_name", b"layer_name", "layer_spec_index", b"layer_spec_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

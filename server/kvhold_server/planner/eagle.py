@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from kvhold_server.domain.ids import LayerName
 from kvhold_server.domain.layer_spec import Family
 from kvhold_server.domain.plan import PlanWarning, WarningType
 from kvhold_server.planner.groups import Grouping, LayerGroup
@@ -11,8 +12,12 @@ from kvhold_server.planner.request import PlannerConfig, SpecMap
 _TRAILING_DRAFT_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})  # their drafter is registered last
 
 
-def annotate_eagle(grouping: Grouping, specs: SpecMap, config: PlannerConfig) -> Grouping:
+def annotate_eagle(
+    grouping: Grouping, specs: SpecMap, config: PlannerConfig, drafters: frozenset[LayerName] = frozenset()
+) -> Grouping:
     """The grouping with drafter groups flagged, and a warning where a drafter was expected and none was found."""
+    if drafters:  # known, so that nothing is to be guessed
+        return flag_drafters(grouping, drafters, config)
     if not config.drops_eagle_block:
         return _with_warning(grouping, config)
     flagged = {index for index, group in enumerate(grouping.groups) if _decodes_without_order(group)}
@@ -22,6 +27,17 @@ def annotate_eagle(grouping: Grouping, specs: SpecMap, config: PlannerConfig) ->
         for index, group in enumerate(grouping.groups)
     )
     return _with_warning(dataclasses.replace(grouping, groups=groups), config)
+
+
+def flag_drafters(grouping: Grouping, drafters: frozenset[LayerName], config: PlannerConfig) -> Grouping:
+    """The groups that hold layers marked as a drafter's flagged, and no others."""
+    if not drafters or not config.drops_eagle_block:
+        return grouping
+    groups = tuple(
+        dataclasses.replace(group, is_eagle_group=not drafters.isdisjoint(group.layer_names))
+        for group in grouping.groups
+    )
+    return dataclasses.replace(grouping, groups=groups)
 
 
 def _decodes_without_order(group: LayerGroup) -> bool:

@@ -19,7 +19,7 @@ from kvhold_server.planner.request import PlanRequest, SpecMap
 def plan_modern(request: PlanRequest) -> Plan:
     """The plan. Raises the typed refusals of planner/errors.py; changes nothing."""
     model = model_of(request)
-    grouping = plan_groups(model, request.config)
+    grouping = plan_groups(model, request.config, request.drafter_layers)
     return complete_plan(request, model, grouping)
 
 

@@ -70,10 +70,13 @@ def bucket_layers(specs: SpecMap) -> list[Bucket]:
     return [_bucket(specs, first, names) for first, names in zip(firsts, members, strict=True)]
 
 
-def packed_groups(specs: SpecMap) -> tuple[LayerGroup, ...] | None:
-    """Groups for a block-outermost layout, or None where all pages are equal and simpler rules do better."""
-    if len({spec.page_size_bytes for spec in distinct_specs(specs)}) <= 1:
-        return None
+def pages_differ(specs: SpecMap) -> bool:
+    """Are there layers of different pages? Where all are equal, simpler rules do better."""
+    return len({spec.page_size_bytes for spec in distinct_specs(specs)}) > 1
+
+
+def packed_groups(specs: SpecMap) -> tuple[LayerGroup, ...]:
+    """Groups for a block-outermost layout. `specs` is not empty."""
     buckets = bucket_layers(specs)
     groups = []
     for bucket, num_groups in zip(buckets, num_groups_of(buckets), strict=True):

@@ -138,8 +138,12 @@ class PlannerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """One model on its ranks. `layer_specs` are those whose costs are reported, whether or not a layer has them."""
+    """One model on its ranks. `layer_specs` are those whose costs are reported, whether or not a layer has them.
+
+    `drafter_layers` are known to be a drafter's; without any, the drafter's group is guessed.
+    """
 
     config: PlannerConfig
     ranks: tuple[Rank, ...]
     layer_specs: tuple[LayerSpec, ...] = ()
+    drafter_layers: frozenset[LayerName] = frozenset()

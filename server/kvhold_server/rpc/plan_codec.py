@@ -75,7 +75,13 @@ def decode_plan_request(message: pb.PlanRequest, limits: ServiceLimits | None = 
     for index, wire_spec in enumerate(message.layer_specs):
         spec = decode_layer_spec(wire_spec, f"layer_specs[{index}]")
         specs.append(known.setdefault(spec, spec))  # equal specs are one object
-    return PlanRequest(config=config, layer_specs=tuple(specs), ranks=_decode_ranks(message.ranks, specs, limits))
+    drafters = frozenset(LayerName(layer.layer_name) for r in message.ranks for layer in r.layers if layer.is_drafter)
+    return PlanRequest(
+        config=config,
+        layer_specs=tuple(specs),
+        ranks=_decode_ranks(message.ranks, specs, limits),
+        drafter_layers=drafters,
+    )
 
 
 def _decode_ranks(ranks: Sequence[pb.Rank], specs: Sequence[LayerSpec], limits: ServiceLimits) -> tuple[Rank, ...]:
