@@ -155,8 +155,12 @@ class Pool:
         client_name: str = "",
         tenant: str = "",
         on_lost: Callable[[list[int]], None] | None = None,
+        local_transport: bool = True,
     ) -> Session:
         """Opens a session and keeps it alive in the background.
+
+        `local_transport`: send steps as frames over a second unix socket where the daemon offers one and we reach it;
+        otherwise, and for everything else, gRPC.
 
         `on_lost` is called with the ids of sequences that a restarted daemon could not give back, from whichever thread
         noticed; they must be preempted. They are also marked LOST in the session's table.
@@ -164,7 +168,12 @@ class Pool:
         client = self._client
         name = client_name or f"pid-{os.getpid()}"
         core = SessionCore(
-            pool=self.name, client_name=name, tenant=tenant, request_id=uuid.uuid4().hex, pid=os.getpid()
+            pool=self.name,
+            client_name=name,
+            tenant=tenant,
+            request_id=uuid.uuid4().hex,
+            pid=os.getpid(),
+            local=local_transport,
         )
         session = Session(client._channel, core, self.info.shape, client._settings, on_lost)
         client._open_sessions.add(session)

@@ -6,6 +6,7 @@
 come in the order of the requests. Not thread-safe.
 """
 
+import contextlib
 import socket
 import struct
 from typing import Any, TypeVar
@@ -70,6 +71,11 @@ class LocalChannel:
         if code:
             raise error_from_status(_CODES.get(code, "UNKNOWN"), "", payload, self.socket_path)
         return RESPONSES[method].FromString(payload)
+
+    def abort(self) -> None:
+        """Breaks the connection from another thread: a call under way ends with Unreachable."""
+        with contextlib.suppress(OSError):  # broken already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Idempotent."""

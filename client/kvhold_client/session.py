@@ -19,11 +19,13 @@ import grpc
 from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
 from kvhold_client.calls import CallSettings, call
 from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unreachable
+from kvhold_client.local_channel import STEP, LocalChannel
 from kvhold_client.results import StepReply
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session_core import Credentials, Resumption, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import StepBuilder, decode_step
+from kvhold_client.target import beside
 
 RETRY_PAUSE_S = 0.05
 MAX_RETRY_PAUSE_S = 1.0
@@ -57,7 +59,8 @@ class Session:
         self._dead: KvholdError | None = None
         self._closing = threading.Event()
         self._stream: Any = None
-        core.opened(call(self._sessions.OpenSession, core.open_request(), settings))
+        self._local: LocalChannel | None = None
+        self._took(core.opened(call(self._sessions.OpenSession, core.open_request(), settings)))
         self._thread = threading.Thread(target=self._keep_alive, name="kvhold-keepalive", daemon=True)
         self._thread.start()
 
@@ -113,8 +116,10 @@ class Session:
             if self._dead is not None:
                 raise self._dead
             with self.guard:
-                used = self._core.stamp(request)
+                used, local = self._core.stamp(request), self._local
             try:
+                if local is not None:
+                    return decode_step(local.call(STEP, request))
                 return decode_step(call(self._blocks.Step, request, self._settings))
             except KvholdError as error:
                 if not self._core.may_recover(error, used):
@@ -156,7 +161,25 @@ class Session:
                 self._closing.wait(pause)
                 pause = min(pause * 2, MAX_RETRY_PAUSE_S)
 
+    @property
+    def transport(self) -> str:
+        """What steps travel over: "local" or "grpc"."""
+        return "grpc" if self._local is None else "local"
+
+    def _connect_local(self, credentials: Credentials) -> None:
+        """Opens the local transport, if it is offered and within reach; otherwise steps go over gRPC."""
+        old, self._local = self._local, None
+        if old is not None:
+            old.abort()  # its thread may be waiting in it: that one closes it
+        if credentials.local_socket_path:
+            path = beside(self._settings.target, credentials.local_socket_path)
+            try:
+                self._local = LocalChannel(path, credentials.local_token, timeout_s=self._settings.timeout_s)
+            except Unreachable:
+                return
+
     def _took(self, resumption: Resumption) -> None:
+        self._connect_local(resumption.credentials)
         if resumption.daemon_restarted:
             lost = self.table.lose(resumption.lost_sequence_ids)
             if lost and self._on_lost is not None:
@@ -211,6 +234,8 @@ class Session:
             if self._stream is not None:
                 self._stream.cancel()
             self._thread.join(timeout=2.0)
+            if self._local is not None:
+                self._local.close()
 
     def abandon(self) -> None:
         """Drops the connection without a word, as a crash would: the daemon's grace period begins. For tests."""
@@ -220,6 +245,8 @@ class Session:
         self._thread.join(timeout=2.0)
         with self.guard:
             self._core.credentials = None
+            if self._local is not None:
+                self._local.close()
 
     def __enter__(self) -> "Session":
         return self

@@ -29,6 +29,8 @@ class Credentials:
     boot_id: str
     lease_ttl_s: float
     grace_period_s: float
+    local_socket_path: str = ""  # of the local transport, if it was asked for and is offered
+    local_token: bytes = b""  # opens one connection there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +45,15 @@ class Resumption:
 class SessionCore:
     """State of one session. Not thread-safe: the owner guards it."""
 
-    def __init__(self, *, pool: str, client_name: str, tenant: str, request_id: str, pid: int) -> None:
+    def __init__(
+        self, *, pool: str, client_name: str, tenant: str, request_id: str, pid: int, local: bool = False
+    ) -> None:
         self.pool = pool
         self.client_name = client_name
         self.tenant = tenant
         self.request_id = request_id
         self.pid = pid
+        self.local = local
         self.credentials: Credentials | None = None
         self.step = 0
         self.sent_step = 0  # last step that the daemon was told of: silent ones may have followed
@@ -63,6 +68,7 @@ class SessionCore:
             tenant=self.tenant,
             request_id=self.request_id,
             pid=self.pid,
+            want_local_transport=self.local,
         )
 
     def resume_request(self, held: Iterable[HeldSequence]) -> session_pb2.OpenSessionRequest:
@@ -98,6 +104,8 @@ class SessionCore:
             boot_id=response.boot_id,
             lease_ttl_s=ttl.seconds + ttl.nanos / 1e9,
             grace_period_s=grace.seconds + grace.nanos / 1e9,
+            local_socket_path=response.local_transport.socket_path,
+            local_token=response.local_transport.token,
         )
         return Resumption(
             credentials=self.credentials,

@@ -35,6 +35,16 @@ def normal_target(target: str) -> str:
     return target
 
 
+def beside(target: str, socket_path: str) -> str:
+    """Where a further socket of the daemon is for us: in the directory of the socket that we use.
+
+    The daemon names its own path; in another container the same directory may be mounted elsewhere.
+    """
+    if not target.startswith("unix:") or not socket_path:
+        return socket_path
+    return os.path.join(os.path.dirname(target.removeprefix("unix:")), os.path.basename(socket_path))
+
+
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
     """gRPC channel options: message bounds stated, quick reconnects on a local socket, no proxy for it."""
     return [

@@ -26,9 +26,11 @@ from kvhold_server.pages import make_routes
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.fd_wire import wait_readable
 from kvhold_server.rpc.interceptors import Guard
+from kvhold_server.rpc.local_transport import LocalTokens, LocalTransport
 from kvhold_server.rpc.regions import RegionKeeper
 from kvhold_server.rpc.reopen import FormerWorker, reclaim_all, reopen_all
 from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
+from kvhold_server.rpc.services.blocks import BlockService
 from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
 from kvhold_server.rpc.tls import TlsFiles, check_exposure
 from kvhold_server.rpc.workers import make_fd_channel
@@ -77,6 +79,7 @@ class Daemon:
         self.health_port = 0
         self.metrics_port = 0
         self.fd_channel: FdChannel | None = None
+        self.local_transport: LocalTransport | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -117,12 +120,16 @@ class Daemon:
             self.fd_channel = make_fd_channel(self.node, Path(f"{config.socket}.fd"), config.socket_gid)
             await self.fd_channel.start()
             stack.push_async_callback(self.fd_channel.close)
+            if config.local_transport:
+                await self._start_local_transport(f"{config.socket}.local")
         if config.tcp:
             check_exposure(config)
             tls = TlsFiles.of(config)
             address = split_host_port("--tcp", "tcp", config.tcp)
             self.tcp_port = listen_tcp(server, *address, tls.credentials() if tls else None)
-        add_engine_services(server, self.node, self.keeper, self.fd_channel, self.health)
+        add_engine_services(
+            server, self.node, self.keeper, self.health, fd_channel=self.fd_channel, local=self.local_transport
+        )
         await self._start_admin(server)
         await self._start_server(server)
         if config.health:
@@ -133,6 +140,21 @@ class Daemon:
         stack.push_async_callback(_cancelled, ticker)
         await self.health.set_ready(True)
         logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, config.socket or "-", self.tcp_port)
+
+    async def _start_local_transport(self, path: str) -> None:
+        limits = self.config.limits
+        tokens = LocalTokens(time.monotonic, partial(secrets.token_bytes, 24), max_tokens=limits.max_sessions)
+        self.local_transport = LocalTransport(
+            Path(path),
+            BlockService(self.node),
+            self.node.telemetry,
+            tokens,
+            max_message_bytes=limits.max_message_bytes,
+            max_connections=limits.max_sessions,
+            gid=self.config.socket_gid,
+        )
+        await self.local_transport.start()
+        self._stack.push_async_callback(self.local_transport.close)
 
     async def _start_admin(self, engine_server: grpc.aio.Server) -> None:
         """AdminService on its own socket, or beside the engines' services if none is configured."""
@@ -206,7 +228,7 @@ class Daemon:
         """Until a process that mapped a pool before the restart is gone."""
         try:
             await wait_readable(worker.pid_fd)
-            self.node.worker_gone(worker.watch_id)
+            self.node.worker_gone(worker.watch_id, process_ended=True)
         finally:
             os.close(worker.pid_fd)
 

@@ -61,6 +61,9 @@ class ServerConfig:
     tls_client_ca: str = setting(
         "", "PEM file of the CA whose client certificates are accepted; their name is the tenant"
     )
+    local_transport: bool = setting(
+        True, "offer the framed transport beside the unix socket: same messages, a tenth of the cost of gRPC"
+    )
     admin_socket: str = setting("", "unix socket of AdminService; empty: on the engines' listeners")
     metrics: str = setting("", "host:port of /metrics over HTTP; empty: none")
     health: str = setting("", "host:port of grpc.health.v1 alone, plaintext, for probes; empty: none")

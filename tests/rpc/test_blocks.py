@@ -1,13 +1,27 @@
 """BlockService over a real socket: what a step does, exactly once, and what its items answer."""
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 import grpc
 import pytest
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold.v1 import pool_pb2
-from tests.rpc.harness import ClientSession, RunningDaemon, digest, refused, simulated
+from tests.rpc.harness import ClientSession, RunningDaemon, digest, refused, running, simulated
+from tests.rpc.local_blocks import LocalBlocks
 
 OK = pb.ITEM_STATUS_OK
+
+
+@pytest.fixture(params=["grpc", "local"])
+async def daemon(short_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[RunningDaemon]:
+    """Each test runs over both transports: they serve the same messages with the same meaning."""
+    async with running(short_dir) as started:
+        if request.param == "local":
+            started.blocks = LocalBlocks(started.daemon, started.blocks)  # type: ignore[assignment]
+        yield started
+        started.check()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from kvhold.v1 import (
 )
 from kvhold_server.node.node import Node
 from kvhold_server.rpc.fd_channel import FdChannel
+from kvhold_server.rpc.local_transport import LocalTransport
 from kvhold_server.rpc.regions import RegionKeeper
 from kvhold_server.rpc.server import HealthBoard, add_reflection
 from kvhold_server.rpc.services.admin import AdminService
@@ -34,12 +35,18 @@ ENGINE_FILES = (plan_pb2, pool_pb2, session_pb2, block_pb2, event_pb2)
 
 
 def add_engine_services(
-    server: grpc.aio.Server, node: Node, keeper: RegionKeeper, fd_channel: FdChannel | None, health: HealthBoard
+    server: grpc.aio.Server,
+    node: Node,
+    keeper: RegionKeeper,
+    health: HealthBoard,
+    *,
+    fd_channel: FdChannel | None = None,
+    local: LocalTransport | None = None,
 ) -> None:
     """Everything that engines and workers call."""
     plan_pb2_grpc.add_PlanServiceServicer_to_server(PlanService(node), server)
     pool_pb2_grpc.add_PoolServiceServicer_to_server(PoolService(node, keeper, fd_channel), server)
-    session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(node), server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(node, local), server)
     block_pb2_grpc.add_BlockServiceServicer_to_server(BlockService(node), server)
     event_pb2_grpc.add_EventServiceServicer_to_server(EventService(node), server)
     services = [service for file in ENGINE_FILES for service in file.DESCRIPTOR.services_by_name.values()]

@@ -11,6 +11,7 @@ from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.node.node import Node
 from kvhold_server.pool.restore import HeldSequence
+from kvhold_server.rpc.local_transport import LocalTransport
 from kvhold_server.rpc.pool_codec import duration
 from kvhold_server.rpc.tls import tenant_of
 from kvhold_server.sessions.lease import SessionState
@@ -23,8 +24,9 @@ DEFAULT_TENANT = "default"
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See the proto."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, local: LocalTransport | None) -> None:
         self._node = node
+        self._local = local
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         node = self._node
@@ -37,7 +39,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         outcome = pb.OPEN_SESSION_OUTCOME_RESUMED if request.resume_token else pb.OPEN_SESSION_OUTCOME_OPENED
         if opened.must_reassert:
             outcome = pb.OPEN_SESSION_OUTCOME_REASSERTED
-        return pb.OpenSessionResponse(
+        response = pb.OpenSessionResponse(
             boot_id=node.boot_id,
             session_id=session.session_id,
             epoch=session.epoch,
@@ -49,6 +51,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             last_part=session.steps.last_part,
             lost_sequence_ids=opened.lost_sequence_ids,
         )
+        if request.want_local_transport and self._local is not None:
+            response.local_transport.socket_path = str(self._local.path)
+            response.local_transport.token = self._local.tokens.issue(session.session_id)
+        return response
 
     async def KeepAlive(
         self, request_iterator: AsyncIterator[pb.KeepAliveRequest], context: Any
