@@ -194,7 +194,8 @@ for run in range(3):
         pair.drain()
     if run == 0:
         import pytest
-        if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/pool/test_field_reports.py", "tests/pool/test_free_list.py", "tests/pool/test_sessions_share_a_pool.py"]):
+        QUICK = [f"tests/pool/test_{name}.py" for name in ("field_reports", "free_list", "lookups", "sessions_share_a_pool")]
+        if pytest.main(["-q", "-x", "-p", "no:cacheprovider", *QUICK]):
             sys.exit(1)
         vectors = Path("shared-vectors")
         if vectors.is_dir():

@@ -376,6 +376,23 @@ def test_pool_30_failed_loads_are_named_by_block_and_cut_only_their_group() -> N
     assert hit.hit_tokens == 4 and hit.group_hit_tokens == [4, 12]
 
 
+def test_a_hit_inside_a_block_needs_a_block_for_the_copy() -> None:
+    """Two private tails, one for each group; with one free block too few nothing is admitted and nothing breaks."""
+    state = group(GroupKind.MAMBA, 16, mamba_mode=MambaMode.ALIGN)
+    pool = make_pool(group(size=16), state, usable=9, unit=4, block=16)
+    story = Story(pool)
+    story.admit("A", 42, sid=1, max_new_tokens=40)
+    story.next_step()
+    pool.extend(story.session, 1, slots_needed=42, processed_tokens=40, publish_tokens=42)
+    story.next_step()
+    free = pool.available(story.session)
+    story.admit("B", 16 * (free - 2), sid=2, max_new_tokens=16 * (free - 2))
+    assert pool.available(story.session) == 1
+    assert story.hit("A", 46) == 40
+    assert story.ask("A", 46).bound is Bound.BLOCKS
+    pool.check_invariants()
+
+
 def test_hash_11_the_hash_of_a_coarse_block_is_its_last_unit() -> None:
     """HASH-11."""
     pool = make_pool(
