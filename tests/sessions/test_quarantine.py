@@ -101,3 +101,20 @@ def test_exports_by_name_do_not_pile_up_and_watches_are_bounded() -> None:
     watch.drop_pool(POOL)
     assert watch.num_mappings(POOL) == 0
     watch.check_invariants()
+
+
+def test_an_export_by_name_that_becomes_a_watched_mapping_is_no_longer_unwatched() -> None:
+    """The reply to an export offers both ways; the one that is taken counts."""
+    watch = WorkerWatch()
+    for _ in range(2):
+        watch.add(pool=POOL, rank=0, session_id=RED, pid=0, is_watched=False, now_s=1.0)
+    first = watch.add(pool=POOL, rank=0, session_id=RED, pid=11, is_watched=True, now_s=2.0)
+    assert Evidence.UNWATCHED in [w.evidence for w in watch.witnesses(POOL, RED, 50.0)[1:]], "one export is still open"
+    second = watch.add(pool=POOL, rank=0, session_id=RED, pid=12, is_watched=True, now_s=2.0)
+    assert [w.evidence for w in watch.witnesses(POOL, RED, 50.0)[1:]] == [Evidence.RUNNING, Evidence.RUNNING]
+    watch.check_invariants()
+    watch.gone(first.id)
+    watch.gone(second.id)
+    watch.client_gone(RED, 11)
+    assert [w.evidence for w in watch.witnesses(POOL, RED, 50.0)] == [Evidence.GONE]
+    watch.check_invariants()

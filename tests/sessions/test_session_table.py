@@ -32,7 +32,7 @@ def make_table(**limits: int) -> SessionTable:
     return SessionTable(boot_id="boot", terms=TERMS, limits=SessionLimits(**limits))
 
 
-def open_session(table: SessionTable, now_s: float = 0.0, **request: str) -> Opened:
+def open_session(table: SessionTable, now_s: float = 0.0, **request: str | int) -> Opened:
     return table.open(OpenRequest(pool=POOL, **request), credentials(), now_s)  # type: ignore[arg-type]
 
 
@@ -318,3 +318,21 @@ def test_no_text_form_of_a_session_shows_its_secrets() -> None:
     opened = open_session(make_table())
     shown = repr(opened.session)
     assert opened.session.session_id not in shown and opened.resume_token not in shown
+
+
+def test_a_client_that_is_proven_gone_is_not_waited_for() -> None:
+    table = make_table()
+    session = open_session(table, pid=7).session
+    table.attach_stream(session.session_id, 1, 0.0)
+    assert table.client_died(session.session_id, 8, 1.0) is None, "a worker of it, perhaps"
+    assert table.client_died(session.session_id, 7, 1.0) is session
+    assert table.client_died(session.session_id, 7, 1.0) is None
+    assert session.end_cause is EndCause.DIED
+    bury(table, session, 1.0)
+
+
+def test_a_client_that_did_not_say_its_pid_keeps_its_grace() -> None:
+    table = make_table()
+    session = open_session(table).session
+    assert table.client_died(session.session_id, 0, 1.0) is None
+    assert session.state is SessionState.GRACE

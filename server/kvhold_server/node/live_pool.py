@@ -13,6 +13,7 @@ from kvhold_server.node.journal import BlockJournal
 from kvhold_server.node.telemetry import Histogram
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Completed, Event, Removed, Stored
+from kvhold_server.sessions.session import EndCause
 
 ALLOCATION_RESULTS = (
     "ok", "out_of_blocks", "not_tried", "no_budget", "hit_conflict", "state_not_ready", "never_fits", "quota", "error"
@@ -37,7 +38,7 @@ class PoolTotals:
     num_exports: int = 0
     num_reaped_sessions: int = 0
     sessions_ended: dict[str, int] = field(
-        default_factory=lambda: {"closed": 0, "closed_early": 0, "expired": 0, "killed": 0}
+        default_factory=lambda: dict.fromkeys([cause.value for cause in EndCause], 0)
     )
 
     def copy(self) -> "PoolTotals":

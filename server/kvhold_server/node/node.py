@@ -7,34 +7,28 @@
 The event loop's thread owns it. Time is injected as a clock, secrets as a generator, so that tests decide both.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
 
-from kvhold_server.domain.errors import InvalidField
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.service_limits import ServiceLimits
-from kvhold_server.memory.backend import ExportedRegion, MemoryBackend, Region
+from kvhold_server.memory.backend import MemoryBackend, Region
+from kvhold_server.node.checks import check_devices, check_name, regions_to_export
 from kvhold_server.node.errors import (
     BackendUnknown,
     Draining,
     GenerationConflict,
-    LowBlocksNotReserved,
-    NoMemoryHere,
     PlanRequired,
     PoolBusy,
     PoolInUse,
     PoolNotFound,
-    RankNotFound,
-    RegionSizeMismatch,
     TooManyPools,
     TooManyPoolSessions,
-    TooManyTenants,
 )
 from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool, RecoveryReport
+from kvhold_server.node.node_values import Closed, DrainState, Export, ResetReport
 from kvhold_server.node.opening import (
     OpenedPool,
     Opening,
@@ -50,6 +44,7 @@ from kvhold_server.node.recovering import Recovering, no_sequences
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.node.steps import apply_step
 from kvhold_server.node.telemetry import Telemetry
+from kvhold_server.node.upkeep import change_quota, evict, forget_hashes, new_generation
 from kvhold_server.node.warm_restart import MadePool, WarmRestart
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import HeldSequence
@@ -59,41 +54,6 @@ from kvhold_server.sessions.lease import LeaseTerms
 from kvhold_server.sessions.session import Credentials, EndCause, OpenRequest, Session, StreamId
 from kvhold_server.sessions.session_table import Opened, SessionLimits, SessionTable
 from kvhold_server.sessions.worker_watch import WatchId, WorkerWatch
-
-POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """How to map one rank's memory: its device region, then its host region if it has one."""
-
-    backend: str
-    regions: tuple[tuple[Region, ExportedRegion], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """What closing a session released."""
-
-    num_sequences: int = 0
-    num_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResetReport:
-    """What a reset did, and who holds blocks that can no longer be hit."""
-
-    num_reset_blocks: int
-    holders: tuple[Session, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class DrainState:
-    """Set once; sessions may go on until the deadline."""
-
-    deadline_at_s: float = inf
-    is_draining: bool = False
-    retry_after_s: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,7 +111,7 @@ class Node:
         """Attaches, or takes the name and says which memory the pool needs; `finish_open_pool` or `abort_open_pool`
         must follow. Raises the mismatches, PlanRequired, PoolBusy, TooManyPools, Draining, InvalidField.
         """
-        self._check_name(command.name)
+        check_name(command.name)
         self._check_busy(command.name)
         live = self.pools.get(command.name)
         mismatch = mismatch_of(live, command) if live is not None else None
@@ -168,7 +128,7 @@ class Node:
             raise TooManyPools(len(self.pools) + len(self._busy), self.limits.max_pools)
         if command.options.backend not in self.backends:
             raise BackendUnknown(command.options.backend, ", ".join(self.backends))
-        self._check_devices(command)
+        check_devices(command)
         num_devices = max(1, len(self.backends[command.options.backend].usage().devices))
         requests = region_requests(command, num_devices)
         config = build_pool_config(command.plan, command.options, command.content)
@@ -259,12 +219,7 @@ class Node:
             raise PoolInUse(name, others, self.watch.num_mappings(live.name))
         if self.warm is not None and live.journal is not None:
             self.warm.save_content(live.name, live.journal, content, message, expected_generation + 1)
-        fenced = len({block for _, _, blocks in live.pool.describe().cache for block in blocks})
-        live.pool.reset(force=True)
-        live.note(None, live.pool.take_events(), "CONTENT_UPDATED")
-        live.content_generation += 1
-        live.identity = replace(live.identity, content=content)
-        return live.content_generation, fenced
+        return new_generation(live, content)
 
     # ------------------------------------------------------------------ memory
     def export(
@@ -272,24 +227,13 @@ class Node:
     ) -> Export:
         """How to map a rank. Changes nothing; mappings are reported by `worker_mapped`."""
         live = self.pool(name)
-        if not 0 <= rank < max(1, live.num_ranks):
-            raise RankNotFound(name, rank, live.num_ranks - 1)
-        regions = [region for region in live.regions if region.rank == rank]
-        if not regions:
-            raise NoMemoryHere(
-                name, "it was made for simulation" if live.plan is None else f"rank {rank} has no layers"
-            )
-        size_bytes = regions[0].requested_bytes
-        if expected_size_bytes and expected_size_bytes not in (size_bytes, regions[0].size_bytes):
-            raise RegionSizeMismatch(name, rank, size_bytes, expected_size_bytes)
-        reserved = live.identity.options.num_reserved_low_blocks
-        if num_warmup_blocks > reserved:
-            raise LowBlocksNotReserved(name, num_warmup_blocks, reserved)
-        backend = self.backends[live.identity.options.backend]
-        live.totals.num_exports += 1
-        return Export(
-            backend=live.identity.options.backend, regions=tuple((region, backend.export(region)) for region in regions)
+        checked = regions_to_export(
+            live, rank, expected_size_bytes=expected_size_bytes, num_warmup_blocks=num_warmup_blocks
         )
+        backend = live.identity.options.backend
+        live.totals.num_exports += 1
+        regions = tuple((region, self.backends[backend].export(region)) for region in checked)
+        return Export(backend=backend, regions=regions)
 
     def worker_mapped(self, pool: PoolName, rank: int, session_id: str, pid: int, *, is_watched: bool) -> WatchId:
         """A process has a rank's memory mapped (or its name, when nobody can watch it)."""
@@ -305,13 +249,22 @@ class Node:
             self.warm.worker_mapped(watch)
         return watch.id
 
-    def worker_gone(self, watch_id: WatchId) -> None:
-        """Its mapping is gone for certain."""
+    def worker_gone(self, watch_id: WatchId, *, process_ended: bool = False) -> None:
+        """Its mapping is gone for certain, perhaps because its process is."""
+        watch = self.watch.get(watch_id)
         self.watch.gone(watch_id)
+        if process_ended and watch is not None and watch.session_id is not None:
+            self.client_died(watch.session_id, watch.pid)
         if self.warm is not None:
             self.warm.worker_gone(watch_id)
 
     # ---------------------------------------------------------------- sessions
+    def client_died(self, session_id: str, pid: int) -> None:
+        """A process is proven gone; if it was the session's client, the session ends at once."""
+        session = self.sessions.client_died(session_id, pid, self.now_s)
+        if session is not None:
+            self._ended(session)
+
     def open_session(
         self, request: OpenRequest, resume_token: str, held: Callable[[LivePool], list[HeldSequence]] = no_sequences
     ) -> Opened:
@@ -386,28 +339,18 @@ class Node:
     def reset_cache(self, name: str, *, force: bool) -> ResetReport:
         """Forgets every cached prefix. Raises BlocksInUse unless forced."""
         live = self.pool(name)
-        num_hashed = len(live.pool.published().blocks) + live.pool.counts().provisional
-        holders = {slot for slot, _ in live.pool.reset(force=force)}
-        live.note(None, live.pool.take_events(), "RESET")
-        kept = [session for session in self.sessions.sessions(live.name) if session.slot in holders]
+        num_hashed, slots = forget_hashes(live, force=force, reason="RESET")
+        kept = [session for session in self.sessions.sessions(live.name) if session.slot in slots]
         return ResetReport(num_reset_blocks=num_hashed, holders=tuple(kept))
 
     def evict_blocks(self, name: str, block_ids: list[int]) -> int:
         """Drops the hashes of blocks, held or not. Returns how many had one."""
-        live = self.pool(name)
-        num_evicted = live.pool.evict(block_ids)
-        live.note(None, live.pool.take_events())
-        return num_evicted
+        return evict(self.pool(name), block_ids)
 
     def set_quota(self, name: str, tenant: str, max_held_blocks: int) -> int:
         """Bounds a tenant; 0: no longer. Returns what it holds now. Raises TooManyTenants."""
         live = self.pool(name)
-        if not max_held_blocks:
-            live.quotas.pop(tenant, None)
-        elif tenant not in live.quotas and len(live.quotas) >= self.limits.max_tenants:
-            raise TooManyTenants(name, len(live.quotas), self.limits.max_tenants)
-        else:
-            live.quotas[tenant] = max_held_blocks
+        change_quota(live, tenant, max_held_blocks, self.limits.max_tenants)
         return held_by_tenant(live, self.sessions.sessions(live.name), tenant)
 
     # ------------------------------------------------------------------- drain
@@ -468,10 +411,6 @@ class Node:
             return None
         return quota - held_by_tenant(live, self.sessions.sessions(live.name), tenant)
 
-    def _check_name(self, name: str) -> None:
-        if not POOL_NAME.fullmatch(name):
-            raise InvalidField("name", name[:200], "must be 1..128 of A-Z a-z 0-9 . _ -")
-
     def _check_busy(self, name: PoolName) -> None:
         if name in self._busy:
             raise PoolBusy(name, self._busy[name])
@@ -479,9 +418,3 @@ class Node:
     def _check_admitting(self) -> None:
         if self.drain.is_draining:
             raise Draining(self.drain.retry_after_s)
-
-    def _check_devices(self, command: OpenPoolCommand) -> None:
-        devices, plan = command.options.rank_device_indexes, command.plan
-        if devices and plan and len(devices) != len(plan.ranks):
-            rule = f"must have one entry a rank: {len(plan.ranks)}, or none"
-            raise InvalidField("options.rank_device_indexes", f"{len(devices)} entries", rule)

@@ -12,7 +12,7 @@ from kvhold_server.sessions.lease import SessionState
 from kvhold_server.sessions.session import EndCause, Session
 from kvhold_server.sessions.session_table import SessionTable
 
-MAX_BLOCKS_PER_SLICE = 2000
+MAX_BLOCKS_PER_SLICE = 1000
 
 
 class Reaper:

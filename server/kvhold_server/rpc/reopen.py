@@ -55,8 +55,11 @@ def reopen_all(node: Node, warm: WarmRestart) -> list[FormerWorker]:
             _give_up(warm, manifest.name, error)
     for session in warm.former_sessions:
         _restore(node, warm, session)
-    found = [_watch(node, warm, worker) for worker in warm.former_workers]
-    return [worker for worker in found if worker is not None]
+    found = [(record, _watch(node, warm, record)) for record in warm.former_workers]
+    for record, worker in found:
+        if worker is None:
+            node.client_died(record.session_id, record.pid)
+    return [worker for _, worker in found if worker is not None]
 
 
 def reclaim_all(node: Node) -> None:

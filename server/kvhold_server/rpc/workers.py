@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvhold_server.memory.errors import UnknownRegion
+from kvhold_server.memory.process_identity import start_ticks
 from kvhold_server.node.node import Node
 from kvhold_server.rpc.fd_channel import FdChannel, FdChannelOptions, OpenedRegion, PeerMapping
 from kvhold_server.rpc.fd_tokens import FdGrant
@@ -31,7 +32,7 @@ def make_fd_channel(node: Node, path: Path, gid: int) -> FdChannel:
     def gone(mapping: PeerMapping) -> None:
         watch = watches.pop(mapping.mapping_id, None)
         if watch is not None:
-            node.worker_gone(watch)
+            node.worker_gone(watch, process_ended=mapping.pid > 0 and not start_ticks(mapping.pid))
 
     options = FdChannelOptions(group_gid=gid, max_tokens=node.limits.max_exports)
     return FdChannel(path, open_region=open_region, on_peer_mapped=mapped, on_peer_gone=gone, options=options)

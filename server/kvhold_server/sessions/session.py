@@ -28,6 +28,7 @@ class EndCause(Enum):
     CLOSED = "closed"  # by its client, every step complete: nothing can write to its blocks any more
     CLOSED_EARLY = "closed_early"  # by its client, with steps still running: as if it had died
     EXPIRED = "expired"  # its grace period ran out
+    DIED = "died"  # its client's process is proven gone: nobody can come back
     KILLED = "killed"  # by the daemon: pool deleted, drain deadline
 
 

@@ -228,6 +228,15 @@ class SessionTable:
         self._end(session, EndCause.KILLED, now_s)
         return session
 
+    def client_died(self, session_id: str, pid: int, now_s: float) -> Session | None:
+        """A process is proven gone. If it was the session's client, nobody waits for its grace: returns it to reap."""
+        session = self._sessions.get(session_id)
+        if session is None or not session.state.is_open or not pid or session.request.pid != pid:
+            return None
+        self.watch.client_gone(session.session_id, pid)
+        self._end(session, EndCause.DIED, now_s)
+        return session
+
     def reaped(self, session_id: str) -> None:
         """The pool has dropped its provisional hashes: REAPING → WAITING."""
         self._move(self._dead[session_id], SessionEvent.REAPED)

@@ -50,19 +50,24 @@ class WorkerWatch:
         self._watches: dict[WatchId, Watch] = {}
         self._groups: dict[tuple[PoolName, SessionId | None], set[WatchId]] = {}
         self._gone_clients: dict[SessionId, int] = {}  # session → pid of its client, proven gone
+        self._num_alike: dict[WatchId, int] = {}  # unwatched → how many exports it stands for
 
     def add(
         self, *, pool: PoolName, rank: int, session_id: SessionId | None, pid: int, is_watched: bool, now_s: float
     ) -> Watch:
         """A process got the memory, or (CLIENT_RANK) proved to be a session's client. Raises TooManyWatches.
 
-        Unwatched processes that look alike are one watch: nothing can tell them apart.
+        Unwatched processes that look alike are one watch: nothing can tell them apart. One that then takes the memory
+        in a way that can be watched is no longer among them.
         """
-        if not is_watched:
-            for watch_id in self._groups.get((pool, session_id), ()):
-                known = self._watches[watch_id]
-                if (known.rank, known.pid, known.is_watched) == (rank, pid, False):
-                    return known
+        alike = self._unwatched(pool, rank, session_id)
+        if alike is not None and not is_watched:
+            self._num_alike[alike.id] += 1
+            return alike
+        if alike is not None:
+            self._num_alike[alike.id] -= 1
+            if not self._num_alike[alike.id]:
+                self._remove(alike)
         if len(self._watches) >= self._max_watches:
             raise TooManyWatches(len(self._watches), self._max_watches)
         watch = Watch(
@@ -76,12 +81,22 @@ class WorkerWatch:
         )
         self._next_id += 1
         self._insert(watch)
+        if not is_watched:
+            self._num_alike[watch.id] = 1
         return watch
 
+    def get(self, watch_id: WatchId) -> Watch | None:
+        """None: it is gone."""
+        return self._watches.get(watch_id)
+
+    def client_gone(self, session_id: SessionId, pid: int) -> None:
+        """The session's client is proven gone."""
+        self._gone_clients[session_id] = pid
+
     def bind(self, watch_id: WatchId, session_id: SessionId) -> None:
-        """A worker says whose it is. Unknown watches are ignored: it is gone."""
+        """A watched worker says whose it is. Unknown watches are ignored: it is gone."""
         watch = self._watches.get(watch_id)
-        if watch is not None:
+        if watch is not None and watch.is_watched:
             self._remove(watch)
             self._insert(replace(watch, session_id=session_id))
 
@@ -130,11 +145,20 @@ class WorkerWatch:
         grouped = [watch_id for group in self._groups.values() for watch_id in group]
         assert sorted(grouped) == sorted(self._watches)
         assert len(self._watches) <= self._max_watches
+        assert self._num_alike.keys() == {watch.id for watch in self._watches.values() if not watch.is_watched}
+        assert all(num > 0 for num in self._num_alike.values())
         assert all(self._groups.values()), "no empty group is kept"
         for (pool, session_id), group in self._groups.items():
             for watch_id in group:
                 watch = self._watches[watch_id]
                 assert (watch.pool, watch.session_id) == (pool, session_id)
+
+    def _unwatched(self, pool: PoolName, rank: int, session_id: SessionId | None) -> Watch | None:
+        for watch_id in self._groups.get((pool, session_id), ()):
+            watch = self._watches[watch_id]
+            if watch.rank == rank and not watch.is_watched:
+                return watch
+        return None
 
     def _insert(self, watch: Watch) -> None:
         self._watches[watch.id] = watch
@@ -142,6 +166,7 @@ class WorkerWatch:
 
     def _remove(self, watch: Watch) -> None:
         del self._watches[watch.id]
+        self._num_alike.pop(watch.id, None)
         group = self._groups[watch.pool, watch.session_id]
         group.discard(watch.id)
         if not group:

@@ -1,0 +1,40 @@
+"""What operators and weight updates do to a pool's cache. Blocks stay where they are; only hashes go."""
+
+from dataclasses import replace
+
+from kvhold_server.node.errors import TooManyTenants
+from kvhold_server.node.identity import ContentIdentity
+from kvhold_server.node.live_pool import LivePool
+
+
+def forget_hashes(live: LivePool, *, force: bool, reason: str) -> tuple[int, set[int]]:
+    """Returns (blocks that had a hash, slots of sessions that hold blocks). Raises BlocksInUse unless forced."""
+    num_hashed = len(live.pool.published().blocks) + live.pool.counts().provisional
+    holders = live.pool.reset(force=force)
+    live.note(None, live.pool.take_events(), reason)
+    return num_hashed, {slot for slot, _ in holders}
+
+
+def evict(live: LivePool, block_ids: list[int]) -> int:
+    """Drops the hashes of these blocks; returns how many had one."""
+    num_evicted = live.pool.evict(block_ids)
+    live.note(None, live.pool.take_events())
+    return num_evicted
+
+
+def new_generation(live: LivePool, content: ContentIdentity) -> tuple[int, int]:
+    """From now on nothing published before can be hit. Returns (generation, blocks fenced)."""
+    num_fenced, _ = forget_hashes(live, force=True, reason="CONTENT_UPDATED")
+    live.content_generation += 1
+    live.identity = replace(live.identity, content=content)
+    return live.content_generation, num_fenced
+
+
+def change_quota(live: LivePool, tenant: str, max_held_blocks: int, max_tenants: int) -> None:
+    """Bounds a tenant; 0: no longer. Raises TooManyTenants."""
+    if not max_held_blocks:
+        live.quotas.pop(tenant, None)
+    elif tenant not in live.quotas and len(live.quotas) >= max_tenants:
+        raise TooManyTenants(live.name, len(live.quotas), max_tenants)
+    else:
+        live.quotas[tenant] = max_held_blocks
