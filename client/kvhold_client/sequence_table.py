@@ -120,9 +120,11 @@ class SequenceTable:
         num_hashes = 0
         if sequence.num_hashes > sequence.num_hashes_sent:
             hashes, num_hashes = self._unsent(sequence)
-        columns.append(
-            (sequence.sequence_id, slots_needed, processed_tokens, publish_tokens, num_hashes), hashes, options
-        )
+        row = (sequence.sequence_id, slots_needed, processed_tokens, publish_tokens, num_hashes)
+        if hashes or options:
+            columns.append(row, hashes, options)
+        else:
+            columns.rows.append(row)
         self._extending.append(sequence)
 
     def admit(self, sequence: Sequence, *, num_tokens: int, **options: Any) -> None:
@@ -225,28 +227,50 @@ class SequenceTable:
         return outcome
 
     def _apply_extends(self, reply: StepReply, outcome: StepOutcome) -> None:
+        statuses, rows = reply.extend_statuses, self._builder.extend_items.rows
+        if self._only_block_size and statuses.count(_OK) == len(rows):
+            self._apply_plain_extends(reply, outcome)
+            return
         num_groups, at = self.shape.num_groups, 0
         counts, ids = reply.extend_num_new_blocks, reply.extend_block_ids
-        columns = self._builder.extend_items.required
-        for i, (sequence, status) in enumerate(zip(self._extending, reply.extend_statuses, strict=True)):
+        for i, (sequence, status) in enumerate(zip(self._extending, statuses, strict=True)):
             if status != _OK:
                 self._not_extended(i, sequence, status, outcome)
                 continue
+            _, _, processed, publish, num_hashes = rows[i]
             new = []
             for g in range(num_groups):
                 num = counts[i * num_groups + g]
                 new.append(ids[at : at + num])
                 sequence.tables[g] += new[g]
                 at += num
-            sequence.num_hashes_sent += columns["num_hashes"][i]
-            self._note_published(sequence, columns["publish_tokens"][i])
-            self._settle(sequence, columns["processed_tokens"][i])
+            sequence.num_hashes_sent += num_hashes
+            self._note_published(sequence, publish)
+            self._settle(sequence, processed)
             outcome.extended.append(sequence)
             outcome.new_block_ids.append(new)
+
+    def _apply_plain_extends(self, reply: StepReply, outcome: StepOutcome) -> None:
+        """The usual step, without a call per sequence: one paged group that keeps everything, and nobody refused."""
+        at, size, ids = 0, self._only_block_size, reply.extend_block_ids
+        for sequence, row, num in zip(
+            self._extending, self._builder.extend_items.rows, reply.extend_num_new_blocks, strict=True
+        ):
+            new = ids[at : at + num]
+            at += num
+            table = sequence.tables[0]
+            table += new
+            sequence.quiet_tokens = len(table) * size
+            sequence.num_hashes_sent += row[4]
+            if row[3] > sequence.published_tokens:
+                self._note_published(sequence, row[3])
+            outcome.new_block_ids.append([new])
+        outcome.extended = self._extending.copy()
 
     def _not_extended(self, i: int, sequence: Sequence, status: int, outcome: StepOutcome) -> None:
         """Sorts out an item that was not applied; a refused one still gave up what had left its windows."""
         columns = self._builder.extend_items
+        _, slots, processed, publish, _ = columns.rows[i]
         if status == _UNKNOWN:
             self._lose(sequence)
             outcome.lost.append(sequence)
@@ -254,17 +278,15 @@ class SequenceTable:
         if status in _HOPELESS:
             outcome.impossible.append(sequence)
             return
-        processed = columns.required["processed_tokens"][i]
         if status != ItemStatus.NOT_TRIED:
             self._settle(sequence, processed)
-        options = {name: column[i] for name, column in columns.optional.items() if i < len(column)}
         outcome.refused_extends.append(
             ExtendAsk(
                 sequence=sequence,
-                slots_needed=columns.required["slots_needed"][i],
+                slots_needed=slots,
                 processed_tokens=processed,
-                publish_tokens=columns.required["publish_tokens"][i],
-                options=options,
+                publish_tokens=publish,
+                options=columns.options_of(i),
             )
         )
 

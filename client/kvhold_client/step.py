@@ -1,7 +1,7 @@
 """Builds one Step message out of columns, and reads its answer back into columns. The hot path of the client.
 
-Items are appended to plain lists; `encode` moves each list into the message with one call, so nothing is created per
-item. One builder is reused from step to step. An optional column stays out of the message until some item needs it:
+Items are rows of numbers; `encode` turns them into columns and moves each into the message with one call, so that an
+item costs one tuple. One builder is reused from step to step. An optional column stays out until some item needs it:
 
     extend(7, slots=33)                     sequence_ids [7]     slots_needed [33]      num_lookahead_tokens (absent)
     extend(9, slots=18, num_lookahead=2)    sequence_ids [7, 9]  slots_needed [33, 18]  num_lookahead_tokens [0, 2]
@@ -21,43 +21,43 @@ def _default(name: str, value: Any) -> Any:
 
 
 class Columns:
-    """Parallel lists of one kind of item. `names` of required columns always have an entry per item."""
+    """Items of one kind. A row has one value for each required column; rows are turned into columns once, in C."""
 
-    __slots__ = ("hash_parts", "num_items", "optional", "required")
+    __slots__ = ("hash_parts", "names", "optional", "rows")
 
-    def __init__(self, *required: str) -> None:
-        self.required: dict[str, list[Any]] = {name: [] for name in required}
+    def __init__(self, *names: str) -> None:
+        self.names = names  # of the required columns
+        self.rows: list[tuple[int, ...]] = []
         self.optional: dict[str, list[Any]] = {}
         self.hash_parts: list[bytes | bytearray] = []
-        self.num_items = 0
 
-    def append(self, values: tuple[Any, ...], hashes: bytes | bytearray, options: dict[str, Any]) -> None:
-        """Adds an item: one value for each required column, in order; absent options keep the wire's default."""
-        for column, value in zip(self.required.values(), values, strict=True):
-            column.append(value)
+    def append(self, row: tuple[int, ...], hashes: bytes | bytearray, options: dict[str, Any]) -> None:
+        """Adds an item; absent options keep the wire's default."""
         if hashes:
             self.hash_parts.append(hashes)
         for name, value in options.items():
             column = self.optional.setdefault(name, [])
-            column.extend([_default(name, value)] * (self.num_items - len(column)))
+            column.extend([_default(name, value)] * (len(self.rows) - len(column)))
             column.append(value)
-        self.num_items += 1
+        self.rows.append(row)
+
+    def options_of(self, i: int) -> dict[str, Any]:
+        """What was given for item i."""
+        return {name: column[i] for name, column in self.optional.items() if i < len(column)}
 
     def clear(self) -> None:
         """Forgets all items; the lists stay."""
-        if self.num_items:
-            for column in self.required.values():
-                column.clear()
+        if self.rows:
+            self.rows.clear()
             self.optional.clear()
             self.hash_parts.clear()
-            self.num_items = 0
 
     def fill(self, message: Any) -> None:
         """Moves everything into an Items message."""
-        for name, column in self.required.items():
-            getattr(message, name).extend(column)
+        for name, values in zip(self.names, zip(*self.rows, strict=True), strict=True):
+            getattr(message, name).extend(values)
         for name, column in self.optional.items():
-            column.extend([_default(name, column[0])] * (self.num_items - len(column)))
+            column.extend([_default(name, column[0])] * (len(self.rows) - len(column)))
             getattr(message, name).extend(column)
         if self.hash_parts:
             message.hashes = b"".join(self.hash_parts)
@@ -81,10 +81,10 @@ class StepBuilder:
     def is_empty(self) -> bool:
         """Nothing was asked for."""
         return not (
-            self.free_items.num_items
-            or self.extend_items.num_items
-            or self.admit_items.num_items
-            or self.lookup_items.num_items
+            self.free_items.rows
+            or self.extend_items.rows
+            or self.admit_items.rows
+            or self.lookup_items.rows
             or self.invalid_block_ids
         )
 
@@ -133,14 +133,14 @@ class StepBuilder:
         """The message without session and step. It is reused: send it before the next `encode`."""
         message = self._message
         message.Clear()
-        if self.free_items.num_items:
+        if self.free_items.rows:
             self.free_items.fill(message.free)
-        if self.extend_items.num_items:
+        if self.extend_items.rows:
             self.extend_items.fill(message.extend)
-        if self.admit_items.num_items:
+        if self.admit_items.rows:
             message.admit.token_budget = self.token_budget
             self.admit_items.fill(message.admit)
-        if self.lookup_items.num_items:
+        if self.lookup_items.rows:
             self.lookup_items.fill(message.lookup)
         if self.invalid_block_ids:
             message.invalidate.block_ids.extend(self.invalid_block_ids)

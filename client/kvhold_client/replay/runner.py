@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from kvhold_client.replay.worker import Job
 
 POLL_S = 0.05
 SETTLE_S = 3.0  # the metrics page may be a moment behind
+STALL_S = 60.0  # nobody computed a token for so long: something is stuck
+RELEASE_S = 30.0  # how long a dead session's blocks are waited for once everything else is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +48,12 @@ class ReplayPlan:
 class KillReport:
     """What became of the killed scheduler."""
 
+    name: str
     at_s: float
     num_rows_begun: int  # that it had begun and not finished
     held_blocks: int  # when it was killed
     was_in_call: bool
     freed_after_s: float | None = None  # its session was gone, and its blocks free
-    grace_period_s: float = 0.0
-    free_within_s: float = 0.0  # grace and one second
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +70,20 @@ class ReplayResult:
     num_left_out: int
     kill: KillReport | None
     failures: list[str] = field(default_factory=list)
+
+
+class _StallWatch:
+    """Notices that no work is done any more."""
+
+    def __init__(self) -> None:
+        self._last_tokens = -1
+        self._since_s = 0.0
+
+    def is_stalled(self, counters: SharedCounters, now_s: float) -> bool:
+        tokens = counters.total("prefill_tokens") + counters.total("generated_tokens") + counters.total("ready")
+        if tokens != self._last_tokens:
+            self._last_tokens, self._since_s = tokens, now_s
+        return now_s - self._since_s > STALL_S
 
 
 class Replay:
@@ -145,14 +160,19 @@ class Replay:
         failures: list[str] = []
         running = dict(self._processes)
         ready_at: float | None = None
-        while running or self._is_waiting_for_release():
+        watch = _StallWatch()
+        while running or self._is_waiting_for_release(time.monotonic() - started):
             now = time.monotonic()
+            if running and watch.is_stalled(self._counters, now):
+                return [*failures, f"no scheduler computed a token for {STALL_S:g} s: given up"]
             if ready_at is None and all(self._counters.get(slot, "ready") for slot in range(self._plan.num_schedulers)):
                 ready_at = now
-            if ready_at is not None and self._kill is None and self._is_time_to_kill(now - ready_at, running):
-                del running[0]
-                self._kill_first(now - started)
-                running[self._num_slots - 1] = self._processes[self._num_slots - 1]
+            if ready_at is not None and self._kill is None and self._is_time_to_kill(now - ready_at):
+                victim = self._busiest(running)
+                if victim is not None:
+                    del running[victim]
+                    self._kill_and_replace(victim, now - started)
+                    running[self._num_slots - 1] = self._processes[self._num_slots - 1]
             for slot, process in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
@@ -178,29 +198,39 @@ class Replay:
                 process.wait()
 
     # --------------------------------------------------------------------------------------------------- the kill
-    def _is_time_to_kill(self, elapsed_s: float, running: dict[int, "subprocess.Popen[bytes]"]) -> bool:
+    def _is_time_to_kill(self, elapsed_s: float) -> bool:
         after_s = self._plan.kill_one_after_s
-        return after_s is not None and elapsed_s >= after_s and 0 in running
+        return after_s is not None and elapsed_s >= after_s
 
-    def _kill_first(self, at_s: float) -> None:
-        """SIGKILL for scheduler 0, and a successor for its rows at once."""
-        held = 0
+    def _rows_begun(self, slot: int) -> int:
+        rows = range(slot, self._plan.num_rows, self._plan.num_schedulers)
+        return sum(self._counters.rows[row] == LIVE for row in rows)
+
+    def _busiest(self, running: Iterable[int]) -> int | None:
+        """The scheduler with the most requests under way; None if all are between requests."""
+        slot = max(running, key=self._rows_begun, default=0)
+        return slot if self._rows_begun(slot) else None
+
+    def _kill_and_replace(self, victim: int, at_s: float) -> None:
+        """SIGKILL, and a successor for its rows at once."""
+        name, held = f"scheduler-{victim}", 0
         for session in self._client.list_sessions(self._plan.pool):
-            if session.client_name == "scheduler-0":
+            if session.client_name == name:
                 self._victim_session, held = session.short_id, session.num_held_blocks
-        self._processes[0].send_signal(signal.SIGKILL)
-        self._processes[0].wait()
-        mine = range(0, self._plan.num_rows, self._plan.num_schedulers)
+        self._processes[victim].send_signal(signal.SIGKILL)
+        self._processes[victim].wait()
         self._kill = KillReport(
+            name=name,
             at_s=at_s,
-            num_rows_begun=sum(self._counters.rows[row] == LIVE for row in mine),
+            num_rows_begun=self._rows_begun(victim),
             held_blocks=held,
-            was_in_call=bool(self._counters.get(0, "in_call")),
+            was_in_call=bool(self._counters.get(victim, "in_call")),
         )
-        self._start(self._num_slots - 1, first_row=0, name="successor")
+        self._start(self._num_slots - 1, first_row=victim, name="successor")
 
-    def _is_waiting_for_release(self) -> bool:
-        return self._kill is not None and self._kill.freed_after_s is None
+    def _is_waiting_for_release(self, now_s: float) -> bool:
+        kill = self._kill
+        return kill is not None and kill.freed_after_s is None and now_s - kill.at_s < RELEASE_S
 
     def _look_for_release(self, now_s: float) -> None:
         """Has the victim's session gone, and with it everything it held?"""
@@ -209,7 +239,6 @@ class Replay:
             return
         for session in self._client.list_sessions(self._plan.pool):
             if session.short_id == self._victim_session:
-                kill.grace_period_s = max(kill.grace_period_s, session.grace_left_s)
                 if session.num_held_blocks or session.num_quarantined_blocks or session.state != "quarantined":
                     return
         kill.freed_after_s = now_s - kill.at_s

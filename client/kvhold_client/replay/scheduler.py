@@ -19,6 +19,7 @@ from kvhold_client.session import Session
 from kvhold_client.step_outcome import Admission, ExtendAsk, StepOutcome
 
 MAX_HEADS = 8  # waiting requests that ride in one rpc
+BLOCKED_PAUSE_S = 0.002
 MAX_QUEUED = 64  # rows that wait inside the scheduler; the rest of the trace stays outside
 
 
@@ -103,6 +104,8 @@ class Scheduler:
             self._forward.compute(advanced)
             self._forward.read_hits(admissions)
         self._advance(advanced)
+        if not advanced:
+            time.sleep(BLOCKED_PAUSE_S)  # nobody could do anything: others hold the blocks
         if not first.sent:
             self._count("silent_steps")
 

@@ -197,7 +197,7 @@ def _print_kill(console: Console, s: Summary) -> None:
         return
     freed = "never released" if kill.freed_after_s is None else f"released after {format_seconds(kill.freed_after_s)}"
     console.print(
-        f"{'killed':<15} scheduler-0 at {format_seconds(kill.at_s)} with {kill.num_rows_begun} requests in "
+        f"{'killed':<15} {kill.name} at {format_seconds(kill.at_s)} with {kill.num_rows_begun} requests in "
         f"{format_count(kill.held_blocks)} blocks, {freed}"
     )
     share = format_share(s.inherited_hit_tokens, s.inherited_query_tokens)
