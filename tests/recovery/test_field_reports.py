@@ -19,6 +19,7 @@ import pytest
 from kvhold.v1 import block_pb2, pool_pb2, session_pb2
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory.errors import DriverCallFailed
+from kvhold_server.memory.segment_names import instance_digest
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import restore_cached
 from kvhold_server.pool.values import Completed
@@ -33,15 +34,13 @@ def directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kv-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
-    for name in Path("/dev/shm").glob("kvhold.*"):
-        if name.suffix != ".lock" and not _is_open(name):
-            name.unlink(missing_ok=True)
+    for left in segments(path):
+        left.unlink()
 
 
-def _is_open(segment: Path) -> bool:
-    """Whether the segment belongs to a live daemon of somebody else: its lock file says so."""
-    lock = segment.with_name(".".join(segment.name.split(".")[:2]) + ".lock")
-    return lock.exists()
+def segments(directory: Path) -> list[Path]:
+    """Memory and lock of the daemons of one directory; others may be running beside this test."""
+    return sorted(Path("/dev/shm").glob(f"kvhold.{instance_digest(directory)}.*"))
 
 
 def pool_request(name: str = "p", **fields: Any) -> pool_pb2.OpenPoolRequest:
@@ -168,7 +167,6 @@ def _open_pool_when_up(directory: Path, request: pool_pb2.OpenPoolRequest) -> po
 
 @pytest.mark.slow
 def test_dmn_08_five_kills_leave_the_memory_of_one_instance_and_the_next_start_works(directory: Path) -> None:
-    before = {path.name for path in Path("/dev/shm").glob("kvhold.*")}
     outcomes = []
     for _ in range(5):
         daemon = _serve(directory)
@@ -177,10 +175,9 @@ def test_dmn_08_five_kills_leave_the_memory_of_one_instance_and_the_next_start_w
         finally:
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
-    left = [path for path in Path("/dev/shm").glob("kvhold.*") if path.name not in before and path.suffix != ".lock"]
+    left = [path for path in segments(directory) if path.suffix != ".lock"]
     assert len(left) == 1 and left[0].stat().st_size <= 9 << 20
     assert outcomes == [pool_pb2.OPEN_POOL_OUTCOME_FRESH, *[pool_pb2.OPEN_POOL_OUTCOME_RECOVERED] * 4]
-    left[0].unlink()
 
 
 @pytest.mark.slow

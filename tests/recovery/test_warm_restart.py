@@ -12,6 +12,7 @@ import pytest
 
 from kvhold.v1 import block_pb2, pool_pb2, session_pb2
 from kvhold_server.memory.block_table import RECORDS_OFFSET, record_size_bytes
+from kvhold_server.memory.segment_names import instance_digest
 from tests.rpc.harness import ClientSession, RunningDaemon, digest, llama, refused, running
 
 CONTENT = pool_pb2.ContentIdentity(model="m", weight_version="1")
@@ -22,15 +23,15 @@ def directory() -> Iterator[Path]:
     """Short enough for a socket's path."""
     path = Path(tempfile.mkdtemp(prefix="kv-"))
     yield path
+    for left in segments(path):
+        left.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def no_memory_left_behind() -> Iterator[None]:
-    before = set(Path("/dev/shm").glob("kvhold.*"))
-    yield
-    for left in set(Path("/dev/shm").glob("kvhold.*")) - before:
-        left.unlink()
+def segments(directory: Path) -> list[Path]:
+    """Memory of the daemons of one directory; others may be running beside this test."""
+    found = Path("/dev/shm").glob(f"kvhold.{instance_digest(directory)}.*")
+    return sorted(path for path in found if path.suffix != ".lock")
 
 
 def posix(directory: Path, **settings: Any) -> Any:
@@ -215,7 +216,7 @@ async def test_torn_records_and_missing_files_are_told(directory: Path) -> None:
     async with posix(directory) as daemon:
         opened = await daemon.pools.OpenPool(pool_request())
         assert (opened.outcome, opened.recovery.reason) == (pool_pb2.OPEN_POOL_OUTCOME_FRESH, "NO_BLOCK_TABLE")
-    for region in Path("/dev/shm").glob("kvhold.*.p"):
+    for region in segments(directory):
         region.unlink()
     async with posix(directory) as daemon:
         opened = await daemon.pools.OpenPool(pool_request())
@@ -232,10 +233,9 @@ async def test_a_deleted_pool_stays_deleted(directory: Path) -> None:
 
 
 async def test_a_daemon_told_not_to_keep_pools_leaves_nothing(directory: Path) -> None:
-    before = set(Path("/dev/shm").glob("kvhold.*"))
     async with posix(directory, keep_pools=False) as daemon:
         await daemon.pools.OpenPool(pool_request())
-    assert set(Path("/dev/shm").glob("kvhold.*")) == before
+    assert segments(directory) == []
     assert not (directory / "pools").exists()
 
 
@@ -263,7 +263,7 @@ async def test_changed_bytes_are_found_on_the_first_hit(directory: Path) -> None
         blocks = daemon.node.pools["p"].pool.tables(slot, 1)[0]
         placement = daemon.node.pools["p"].plan.ranks[0].tensors[0]
         await session.close()
-    (region,) = Path("/dev/shm").glob("kvhold.*.p")
+    (region,) = segments(directory)
     with region.open("r+b") as file:
         file.seek(placement.page_offset_bytes(0, blocks[1]) + 5)
         file.write(b"\xff")
