@@ -237,10 +237,10 @@ class Replay:
         kill = self._kill
         if kill is None or kill.freed_after_s is not None:
             return
-        for session in self._client.list_sessions(self._plan.pool):
-            if session.short_id == self._victim_session:
-                if session.num_held_blocks or session.num_quarantined_blocks or session.state != "quarantined":
-                    return
+        sessions = self._client.list_sessions(self._plan.pool)
+        mine = [session for session in sessions if session.short_id == self._victim_session]
+        if any(s.num_held_blocks or s.num_quarantined_blocks or s.state != "quarantined" for s in mine):
+            return
         kill.freed_after_s = now_s - kill.at_s
 
     # ----------------------------------------------------------------------------------------------------- metrics
