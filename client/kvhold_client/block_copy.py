@@ -11,7 +11,7 @@ from kvhold_client.layout import Placement, layers_view
 from kvhold_client.mapping import MappedRegion
 from kvhold_client.mapping_errors import InvalidCopy
 
-MAX_TEMPORARY_BYTES = 64 << 20
+MAX_TEMPORARY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ Views always have the axes [block, head, state, content], whatever the physical 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from kvhold_client.mapping_errors import LayoutUnusable, PageOutsideRegion
 
@@ -28,7 +28,11 @@ DTYPE_SIZE_BYTES = {
     "float8_e5m2": 1,
     "uint8": 1,
     "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
 }
+_WORD_DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -275,28 +279,26 @@ def split_blocks(placement: Placement, num_parts: int) -> Placement:
 
 
 def layers_view(placement: Placement) -> StridedView:
-    """All bytes of a placement that hold something: uint8 [layer, block, head, state, content].
+    """All bytes of a placement that hold something, for copying: [layer, block, word] where pages are dense, else
+    [layer, block, head, state, word].
 
-    Layers that share the same bytes (stride 0) are one.
+    Words are as wide as every offset and stride allows, up to eight bytes. Layers that share the same bytes (stride
+    0) are one.
     """
     num_layers = len(placement.layer_names) if placement.layer_stride_bytes else min(1, len(placement.layer_names))
+    if placement.is_dense:
+        inner, inner_strides, run_bytes = [], [], placement.used_page_bytes
+    else:
+        inner = [placement.num_heads, placement.num_states]
+        inner_strides = [placement.head_stride_bytes, placement.state_stride_bytes]
+        run_bytes = placement.content_bytes
+    outer_strides = [placement.layer_stride_bytes, placement.block_stride_bytes]
+    word_bytes = gcd(8, run_bytes, placement.offset_bytes, *outer_strides, *inner_strides)
     return StridedView(
-        dtype="uint8",
+        dtype=_WORD_DTYPES[word_bytes],
         offset_bytes=placement.offset_bytes,
-        shape=(
-            num_layers,
-            placement.num_blocks,
-            placement.num_heads,
-            placement.num_states,
-            placement.content_bytes,
-        ),
-        strides_bytes=(
-            placement.layer_stride_bytes,
-            placement.block_stride_bytes,
-            placement.head_stride_bytes,
-            placement.state_stride_bytes,
-            1,
-        ),
+        shape=(num_layers, placement.num_blocks, *inner, run_bytes // word_bytes),
+        strides_bytes=(*outer_strides, *inner_strides, word_bytes),
     )
 
 

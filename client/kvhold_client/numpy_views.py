@@ -16,6 +16,9 @@ NUMPY_DTYPES = {
     "float8_e5m2": "uint8",
     "uint8": "uint8",
     "int8": "int8",
+    "int16": "int16",
+    "int32": "int32",
+    "int64": "int64",
 }
 
 

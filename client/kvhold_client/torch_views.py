@@ -1,6 +1,7 @@
 """Torch tensors over mapped memory, on the CPU and on CUDA: the only file of the client that imports torch."""
 
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 from kvhold_client.layout import DTYPE_SIZE_BYTES, StridedView
@@ -34,6 +35,7 @@ class TorchViews:
         except ImportError:
             raise LibraryMissing("torch", "kvhold[torch]") from None
         self._torch = torch
+        self._on_cpu = device == "cpu" and find_spec("numpy") is not None
         if isinstance(memory, memoryview):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # "not writable": said in our docstring
@@ -49,12 +51,19 @@ class TorchViews:
         return typed.as_strided(view.shape, strides, view.offset_bytes // size)
 
     def copy_blocks(self, layers: Any, sources: list[int], targets: list[int]) -> None:
-        """layers[:, targets] = layers[:, sources]: one gather and one scatter."""
+        """layers[:, targets] = layers[:, sources]: one gather and one scatter, on the device where the memory lies."""
+        if self._on_cpu:  # torch's own indexing goes element by element here, numpy's in runs
+            array = layers.numpy()
+            array[:, targets] = array[:, sources]
+            return
         picked = layers.index_select(1, self._index(layers, sources))
         layers.index_copy_(1, self._index(layers, targets), picked)
 
     def zero_blocks(self, layers: Any, blocks: list[int]) -> None:
         """layers[:, blocks] = 0 in one fill."""
+        if self._on_cpu:
+            layers.numpy()[:, blocks] = 0
+            return
         layers.index_fill_(1, self._index(layers, blocks), 0)
 
     def close(self) -> None:
@@ -67,6 +76,4 @@ class TorchViews:
 
 def torch_is_installed() -> bool:
     """Without importing it, which takes seconds."""
-    from importlib.util import find_spec
-
     return find_spec("torch") is not None

@@ -130,7 +130,7 @@ def test_layers_that_share_their_bytes_are_copied_once(backend: PosixShmBackend)
         layer_names=("full.0", "window.0"), offset_bytes=0, layer_stride_bytes=0, block_stride_bytes=64,
         page_size_bytes=64, num_blocks=4,
     )  # fmt: skip
-    assert layers_view(shared).shape == (1, 4, 1, 1, 64)
+    assert layers_view(shared).shape == (1, 4, 8)
     layout = RankLayout(placements=(shared,), groups=(("full.0",), ("window.0",)))
     region = backend.reserve(RegionRequest(pool=PoolName("m"), rank=0, size_bytes=256))
     export = RegionExport(size_bytes=region.size_bytes, shm_name=backend.export(region).shm_name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from kvhold_client.layout import DTYPE_SIZE_BYTES, LAYOUTS, Placement, check_inside, layers_view, page_strides
+from kvhold_client.layout import DTYPE_SIZE_BYTES, LAYOUTS, Placement, check_inside, page_strides
 from kvhold_client.mapping_errors import LayoutUnusable
 
 Json = dict[str, Any]
@@ -108,8 +108,8 @@ def runs_of(placement: Placement) -> numpy.ndarray:
     axes.append(blocks * placement.block_stride_bytes)
     length = placement.used_page_bytes
     if not placement.is_dense:
-        view = layers_view(placement)
-        axes += [numpy.arange(n) * stride for n, stride in zip(view.shape[2:4], view.strides_bytes[2:4], strict=True)]
+        axes.append(numpy.arange(placement.num_heads) * placement.head_stride_bytes)
+        axes.append(numpy.arange(placement.num_states) * placement.state_stride_bytes)
         length = placement.content_bytes
     flat = numpy.array([placement.offset_bytes], dtype=numpy.int64)
     for axis in axes:
