@@ -35,7 +35,7 @@ def segments(directory: Path) -> list[Path]:
 
 
 def posix(directory: Path, **settings: Any) -> Any:
-    return running(directory, backend="posix_shm", grace_period_s=2.0, **settings)
+    return running(directory, **{"backend": "posix_shm", "keep_pools": True, "grace_period_s": 2.0} | settings)
 
 
 def pool_request(**changes: Any) -> pool_pb2.OpenPoolRequest:

@@ -159,6 +159,7 @@ async def running(directory: Path, **settings: Any) -> AsyncIterator[RunningDaem
     defaults: dict[str, Any] = {
         "socket": str(directory / "k.sock"),
         "backend": "fake",
+        "keep_pools": False,
         "grace_period_s": 60.0,
         "tick_interval_s": 0.01,
     }
