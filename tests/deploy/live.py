@@ -71,6 +71,7 @@ def daemon(directory: Path, *flags: str) -> Iterator[LiveDaemon]:
     path, port = directory / "k.sock", free_port()
     command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(path), "--metrics", f"127.0.0.1:{port}"]
     command += ["--state-dir", str(directory), "--grace-period-s", "1", "--lease-ttl-s", "3", "--drain-deadline-s", "0"]
+    command += ["--no-keep-pools"]  # nobody comes back to this directory
     log = (directory / "daemon.log").open("wb")
     process = subprocess.Popen([*command, *flags], env=environment(), stderr=log, stdout=log, cwd=directory)
     try:
