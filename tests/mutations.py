@@ -3,9 +3,9 @@
     python tests/mutations.py              all mutations (a few minutes; each runs a quick subset of the tests)
     python tests/mutations.py NAME...      some of them
 
-Each mutation replaces one piece of source in a copy of the server package. One that the subset survives is printed, and the
-exit status is 1. The subset: random pairs of the pool and its naive model on a few configurations, the recorded low-level
-and manager traces if they are there, and the field reports.
+Each mutation replaces one piece of source in a copy of the server package. One that the subset survives is printed,
+and the exit status is 1. The subset: random pairs of the pool and its naive model on all configurations, stories,
+lookups over holes, and the recorded low-level and manager traces if they are there.
 """
 
 import os
@@ -194,7 +194,8 @@ for run in range(3):
         pair.drain()
     if run == 0:
         import pytest
-        QUICK = [f"tests/pool/test_{name}.py" for name in ("field_reports", "free_list", "lookups", "sessions_share_a_pool")]
+        NAMES = ("field_reports", "free_list", "lookups", "sessions_share_a_pool")
+        QUICK = [f"tests/pool/test_{name}.py" for name in NAMES]
         if pytest.main(["-q", "-x", "-p", "no:cacheprovider", *QUICK]):
             sys.exit(1)
         vectors = Path("shared-vectors")

@@ -117,10 +117,9 @@ def per_block_calls(first_hash: Callable[[int], int]) -> tuple[float, float]:
     """Calls per block of admitting and of freeing, sweeps of void entries included."""
     pool = make_pool(6_000)
     session = pool.open_session()
-    step = 0
     num_admit_calls = num_free_calls = num_admitted = 0
-    for num_blocks in (2048,) * 12:
-        step += 1
+    num_blocks = 2048
+    for step in range(1, 13):
         items = StepInput(step=step, completed_step=step - 1, token_budget=BIG)
         items.admit = admit(step, num_blocks, first_hash(step))
         admitted = count_calls(lambda i=items: pool.step(session, i))

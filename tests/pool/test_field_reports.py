@@ -387,7 +387,7 @@ def test_a_hit_inside_a_block_needs_a_block_for_the_copy() -> None:
     story.next_step()
     free = pool.available(story.session)
     story.admit("B", 16 * (free - 3), sid=2)
-    assert pool.available(story.session) == 2, "three are needed: both copies, and the state that is hit leaves the list"
+    assert pool.available(story.session) == 2, "three are needed: two copies, and the state that is hit"
     assert story.hit("A", 46) == 40
     assert story.ask("A", 46).bound is Bound.BLOCKS
     pool.check_invariants()

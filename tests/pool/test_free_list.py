@@ -43,7 +43,7 @@ def test_order_is_kept_through_hits_and_fences(seed: int) -> None:
             count = rng.randint(0, min(4, len(plain.order) - len(fenced)))
             taken, _ = free.take_if(
                 count,
-                lambda block, fenced=fenced: fences[fence_of[block]] if block in fenced else None,  # type: ignore[misc]
+                lambda block, fenced=fenced, of=fence_of: fences[of[block]] if block in fenced else None,  # type: ignore[misc]
                 lambda fence, standing=standing: fences.index(fence) in standing,  # type: ignore[misc]
             )
             assert taken == plain.take(count, fenced)
@@ -79,7 +79,7 @@ def test_perf_02_taking_does_not_look_at_the_rest() -> None:
 
 
 def test_void_entries_are_bounded() -> None:
-    """A block that is hit again and again leaves its old places behind; they are swept before they outnumber the list."""
+    """A block that is hit often leaves its old places behind; they are swept before they outnumber the list."""
     free = FreeList(0, 0)
     free.append([1, 2])
     for _ in range(20_000):

@@ -8,7 +8,6 @@ from kvhold_server.domain.pool_config import GroupKind, PoolConfig
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import Origin
-
 from tests.model.naive import Key, NaivePool, Seq
 from tests.model.pair import chunked, full, mamba, of_kind, pool_of, window
 

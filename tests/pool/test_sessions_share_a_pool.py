@@ -1,4 +1,4 @@
-"""Two or three schedulers on one pool: who sees a hash when, who takes a freed block when, and what death leaves behind."""
+"""Two or three schedulers on one pool: who sees a hash when, who takes a freed block when, what death leaves behind."""
 
 from typing import Any
 
