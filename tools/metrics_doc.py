@@ -19,7 +19,7 @@ INTRO = """\
 Made by `tools/metrics_doc.py` from the code that exports them: `make dashboards` renews it, a test compares.
 
 `/metrics` on the metrics listener speaks the Prometheus text format, and OpenMetrics to scrapers that ask for it. A scrape
-takes a snapshot on the event loop (microseconds) and renders it in a thread, so it delays no step. Eight pools make fewer
+takes a snapshot on the event loop (microseconds) and renders one family at a time; steps go between. Eight pools make fewer
 than a thousand lines.
 
 ## How to read them

@@ -1,6 +1,8 @@
 """Takes a NodeView from a running node. Runs on the event loop's thread; costs O(pools + layers), and O(held blocks)
-once in SESSIONS_PERIOD_S, because each session counts its blocks.
+once in SESSIONS_PERIOD_S, because each session counts its blocks: session by session, steps go between.
 """
+
+import asyncio
 
 from kvhold_server.domain.plan import RankPlan
 from kvhold_server.metrics import PoolSnapshot, take_snapshot
@@ -19,7 +21,7 @@ from kvhold_server.observe.view import (
 from kvhold_server.sessions.session import Session
 
 MAX_SHOWN_LAYERS = 512  # of the plan picture; the numbers are exact
-SESSIONS_PERIOD_S = 1.0
+SESSIONS_PERIOD_S = 2.0
 
 
 class Observer:
@@ -33,12 +35,13 @@ class Observer:
         self._sessions_at_s = float("-inf")
         self._residency: dict[str, ResidencyHistograms] = {}
 
-    def take(self) -> NodeView:
-        """The whole picture now; sessions may be a second old."""
+    async def take(self) -> NodeView:
+        """The whole picture now; sessions may be two seconds old."""
         node = self._node
-        snapshot = take_snapshot(node, self._version, self._started_at_s)
         if node.now_s - self._sessions_at_s >= SESSIONS_PERIOD_S:
-            self._sessions, self._sessions_at_s = session_views(node), node.now_s
+            self._sessions_at_s = node.now_s
+            self._sessions = await session_views(node)
+        snapshot = take_snapshot(node, self._version, self._started_at_s)
         return NodeView(
             snapshot=snapshot,
             pools=tuple(
@@ -79,9 +82,13 @@ def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot, residency: Res
     )
 
 
-def session_views(node: Node) -> tuple[SessionView, ...]:
-    """All sessions, open and dead-but-waiting, in order of opening."""
-    return tuple(_session_view(node, session) for session in node.sessions.sessions())
+async def session_views(node: Node) -> tuple[SessionView, ...]:
+    """All sessions, open and dead-but-waiting, in order of opening; each as of its own moment."""
+    found = []
+    for session in node.sessions.sessions():
+        found.append(_session_view(node, session))
+        await asyncio.sleep(0)
+    return tuple(found)
 
 
 def _session_view(node: Node, session: Session) -> SessionView:
