@@ -15,7 +15,7 @@ SOCKET ?= /tmp/kvhold-$(shell id -u)/kvhold.sock
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format proto proto-check proto-freeze bench image clean
+.PHONY: help demo serve test lint format proto proto-check proto-freeze bench chaos chaos-slice image clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ proto-freeze: $(DEV) ## make today's contract the one that later ones must not b
 
 bench: $(DEV) ## measure; BENCH=full for everything
 	$(PY) $(firstword $(wildcard bench/run.py) bench/hashing.py) $(ARGS)
+
+chaos: $(DEV) ## ten minutes of killing schedulers, daemon and connections (ARGS='--seed 7' repeats a run)
+	$(PY) -m tests.chaos.harness --seconds 540 $(ARGS)
+
+chaos-slice: $(DEV) ## ninety seconds of it
+	$(PY) -m tests.chaos.harness --seconds 75 $(ARGS)
 
 image: ## build the container image with docker, podman or buildah
 	@test -n "$(BUILDER)" || { echo "no docker, podman or buildah found" >&2; exit 1; }

@@ -23,6 +23,7 @@ from kvhold_server.http import HttpServer
 from kvhold_server.node.node import Node, Shell
 from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pages import make_routes
+from kvhold_server.quarantine_log import QuarantineLog
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.fd_wire import wait_readable
 from kvhold_server.rpc.interceptors import Guard
@@ -235,10 +236,12 @@ class Daemon:
     async def _tick_forever(self) -> None:
         """Leases, reaping, the loop's own lag. Slices of reaping yield to waiting steps in between."""
         interval_s, loop = self.config.tick_interval_s, asyncio.get_running_loop()
+        quarantine = QuarantineLog(self.node)
         while True:
             try:
                 while self.node.tick():
                     await asyncio.sleep(BUSY_SLEEP_S)
+                quarantine.look()
             except Exception:
                 self.node.telemetry.num_unexpected_errors += 1
                 logger.exception("tick failed")

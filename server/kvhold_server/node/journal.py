@@ -5,12 +5,14 @@
                                         afterwards somebody may overwrite the bytes
                          ─▶ Cleared     all hashes are gone                        ─▶ a new generation of the table
 
-Hashes of prefixes that end inside a block are not recorded. With checksums, each recorded block's bytes are read.
+States, and hashes of prefixes that end inside a block, are not recorded. With checksums, all bytes of each recorded block
+are read.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvhold_server.domain.pool_config import GroupKind
 from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.page_checksums import BlockChecksums
 from kvhold_server.pool.pool import Pool
@@ -65,17 +67,28 @@ class BlockJournal:
         self.table.close()
 
     def _record(self, completed: Completed) -> None:
-        columns = (completed.blocks, completed.groups, completed.hashes, completed.key_tokens)
-        sizes = [group.block_size_tokens for group in self.pool.config.groups]
-        if any(size != self.pool.config.hash_unit_tokens for size in sizes):
-            whole = [row for row in zip(*columns, strict=True) if not row[3] % sizes[row[1]]]
-            columns = tuple(list(column) for column in zip(*whole, strict=True)) or ([], [], [], [])  # type: ignore[assignment]
-        blocks, groups, hashes, key_tokens = columns
+        blocks, groups = completed.blocks, completed.groups
+        hashes, key_tokens = completed.hashes, completed.key_tokens
+        if self._is_mixed:
+            rows = zip(blocks, groups, hashes, key_tokens, strict=True)
+            whole = [row for row in rows if self._is_recordable(row[1], row[3])]
+            blocks, groups, hashes, key_tokens = ([row[i] for row in whole] for i in range(4))  # type: ignore[assignment]
         sums: list[int] = []
         if self.checksums is not None:
             of = self.checksums.of
             sums = [of(group, block) for group, block in zip(groups, blocks, strict=True)]
         self.table.record(blocks, groups, hashes, key_tokens, sums)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether some of what completes is not recorded."""
+        config = self.pool.config
+        return any(g.kind is GroupKind.MAMBA or g.block_size_tokens != config.hash_unit_tokens for g in config.groups)
+
+    def _is_recordable(self, group: int, key_tokens: int) -> bool:
+        """Whole blocks only; and no states: their hashes move between blocks while the bytes are written on."""
+        config = self.pool.config.groups[group]
+        return config.kind is not GroupKind.MAMBA and not key_tokens % config.block_size_tokens
 
     def _verify_block(self, group: int, block: int) -> None:
         assert self.checksums is not None
