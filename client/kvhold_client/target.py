@@ -10,7 +10,9 @@ from collections.abc import Mapping
 
 TARGET_VARIABLE = "KVHOLD_TARGET"
 
-# Every message has a bound; these are what the daemon accepts and sends by default.
+CONNECT_TIMEOUT_MS = 5000
+
+# Every message has a bound; this is what the daemon accepts and sends by default.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 
@@ -51,7 +53,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # also bounds one attempt: a busy machine needs time
         ("grpc.enable_http_proxy", 0),
     ]
