@@ -31,7 +31,7 @@ def complete_plan(request: PlanRequest, model: SpecMap, grouping: Grouping) -> P
     arrangements, warnings = arrange(request, grouping.groups)
     budgets = budgets_of(request, arrangements)
     if not request.config.auto_fit_max_model_len:
-        check_any_memory(budgets, limits)
+        check_any_memory(budgets[:1], limits)  # a rank without memory is said before what its layers have against them
     check_specs(grouping.groups, limits)
     fitted = fit(request, budgets, limits)
     placed = place_all(fitted)
