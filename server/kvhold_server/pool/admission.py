@@ -119,7 +119,21 @@ class Admission:
         return sequence
 
     def _check(self, item: AdmitItem, sequence: Sequence) -> None:
-        top = self.config.max_model_len
+        """Raises BadCount, naming the first count that is out of range."""
+        num_units = item.num_tokens // self.config.hash_unit_tokens
+        smallest = min(
+            item.num_tokens - 1,
+            item.num_prompt_tokens - 1,
+            item.budget_overhead,
+            item.num_lookahead_tokens,
+            item.num_external_tokens,
+            item.num_encoder_tokens,
+            item.watermark_blocks,
+            item.reserved_blocks,
+            item.alignment - 1,
+        )
+        if smallest >= 0 and item.num_external_tokens <= item.num_tokens and len(sequence.hashes) <= num_units:
+            return
         for name in ("num_tokens", "num_prompt_tokens"):
             value = getattr(item, name)
             if not 1 <= value <= 2**31 - 1:
@@ -138,9 +152,6 @@ class Admission:
             raise BadCount("alignment", item.alignment, "must be at least 1")
         if not 0 <= item.num_external_tokens <= item.num_tokens:
             raise BadCount("num_external_tokens", item.num_external_tokens, f"must be 0..num_tokens, {item.num_tokens}")
-        if item.expect_hit_tokens > top:
-            raise BadCount("expect_hit_tokens", item.expect_hit_tokens, f"must not exceed max_model_len, {top}")
-        num_units = item.num_tokens // self.config.hash_unit_tokens
         if len(sequence.hashes) > num_units:
             raise BadCount(
                 "hash_counts", len(sequence.hashes), f"{item.num_tokens} tokens have {num_units} whole units"

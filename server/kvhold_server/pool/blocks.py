@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import repeat
+from itertools import count, repeat
 
 from kvhold_server.pool.fences import Fences
 from kvhold_server.pool.free_list import FreeList
@@ -127,23 +127,29 @@ class BlockStore:
 
     def _forget_taken(self, blocks: list[int], start: int) -> None:
         """Drops the hashes of blocks that are being handed out."""
-        key_of, origin_of, secondary, add_ghost = self.key_of, self.origin_of, self.secondary, self.ghosts.add
+        key_of, origin_of, copies, index = self.key_of, self.origin_of, self.copies, self.index
+        secondary, reporting = self.secondary, self.events is not None
         event: Removed | None = None
+        gone: list[bytes] = []
+        num = 0
         for block in blocks[start:] if start else blocks:
             key = key_of[block]
             if key is None:
                 continue
-            self.num_cached -= 1
             origin = origin_of[block]
-            assert origin is not None
-            group = origin.group
-            if not origin.is_public:
-                self._left_origin(origin)
             key_of[block] = origin_of[block] = None
-            left = self._unlink(group, key, block)
+            num += 1
+            group = origin.group  # type: ignore[union-attr]
+            if not origin.is_public:  # type: ignore[union-attr]
+                self._left_origin(origin)  # type: ignore[arg-type]
+            left = 0
+            if copies[group]:
+                left = self._unlink(group, key, block)
+            else:
+                del index[group][key]
             if not left:
-                add_ghost(key)
-            if self.events is not None:
+                gone.append(key)
+            if reporting:
                 if event is None or event.group != group:
                     event = self._new_removed(group)
                 event.hashes.append(key)
@@ -151,6 +157,9 @@ class BlockStore:
                 event.copies_left.append(left)
             if secondary and block in secondary:
                 self._forget_secondary(group, block, event)
+        self.num_cached -= num
+        if gone:
+            self.ghosts.add(gone)
 
     def _left_origin(self, origin: Origin) -> None:
         """A block lost a hash that was provisional."""
@@ -298,8 +307,7 @@ class BlockStore:
         index, copies = self.index[group], self.copies[group]
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         num_duplicates = 0
-        tokens = first_tokens
-        for block, key in zip(blocks, hashes, strict=False):
+        for block, key, tokens in zip(blocks, hashes, count(first_tokens, block_tokens), strict=False):
             first = index.setdefault(key, block)
             if first != block:
                 copies.setdefault(key, [first]).append(block)
@@ -307,7 +315,6 @@ class BlockStore:
             key_of[block] = key
             origin_of[block] = origin
             key_tokens[block] = tokens
-            tokens += block_tokens
         origin.parts.append(blocks)
         origin.num_blocks += len(blocks)
         self.num_provisional_blocks += len(blocks)

@@ -16,13 +16,12 @@ class Ghosts:
         self._old: dict[bytes, int] = {}
         self.num_evicted = 0  # blocks that lost their hash to make room, since the pool opened
 
-    def add(self, key: bytes) -> None:
-        """This hash is not findable any more."""
-        self.num_evicted += 1
-        young = self._young
-        young[key] = self.num_evicted
-        if len(young) > self._capacity:
-            self._old, self._young = young, {}
+    def add(self, keys: list[bytes]) -> None:
+        """These hashes are not findable any more, the first of them first."""
+        self._young.update(zip(keys, range(self.num_evicted + 1, self.num_evicted + len(keys) + 1), strict=True))
+        self.num_evicted += len(keys)
+        if len(self._young) > self._capacity:
+            self._old, self._young = self._young, {}
 
     def age(self, key: bytes) -> int | None:
         """Evictions since this one; None if it is not remembered."""
