@@ -16,7 +16,7 @@ class PoolRequest:
     """Everything that OpenPool takes; the optional messages are the contract's own."""
 
     name: str
-    plan: plan_pb2.PlanRequest
+    plan: plan_pb2.PlanRequest | None = None  # None: attach only, or simulated groups
     backend: str = "default"  # one of BACKENDS
     enable_prefix_caching: bool = True
     hash_size_bytes: int = 32
@@ -27,6 +27,8 @@ class PoolRequest:
     byte_format: pool_pb2.ByteFormat | None = None
     simulated_groups: tuple[GroupShape, ...] = ()  # replace the plan's groups: block management without memory
     simulated_num_blocks: int = 0
+    max_model_len_tokens: int = 0  # 0: the plan's
+    max_in_flight_tokens: int = 0  # 0: the plan's
     memory_wait_s: float = 0.0
 
     def message(self) -> pool_pb2.OpenPoolRequest:
@@ -50,6 +52,10 @@ class PoolRequest:
             )
         if self.simulated_groups:
             options.overrides.num_blocks = self.simulated_num_blocks
+        if self.max_model_len_tokens:
+            options.overrides.max_model_len_tokens = self.max_model_len_tokens
+        if self.max_in_flight_tokens:
+            options.overrides.max_in_flight_tokens = self.max_in_flight_tokens
         if self.content is not None:
             request.content.CopyFrom(self.content)
         elif self.model or self.hash_algorithm:

@@ -66,6 +66,17 @@ class Sequence:
         self.released = []
         self.published_tokens = self.publish_step = self.proven_tokens = 0
 
+    def held(self, completed_step: int, hash_size_bytes: int) -> "HeldSequence":
+        """What to re-assert after a daemon's restart; only what a completed step wrote counts as written."""
+        proven = self.publish_step <= completed_step
+        return HeldSequence(
+            sequence_id=self.sequence_id,
+            num_tokens=max(self.num_tokens, 1),
+            publish_tokens=self.published_tokens if proven else self.proven_tokens,
+            tables=self.tables,
+            hashes=bytes(self.hashes[: self.num_hashes_sent * hash_size_bytes]),
+        )
+
     def __repr__(self) -> str:
         blocks = "+".join(str(len(table)) for table in self.tables)
         return f"Sequence({self.sequence_id}, {self.state.value}, blocks {blocks or 0}, quiet to {self.quiet_tokens})"

@@ -30,7 +30,7 @@ from kvhold_client.errors import InvalidRequest
 from kvhold_client.results import ItemStatus, StepReply
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
-from kvhold_client.step import StepBuilder
+from kvhold_client.step import Ahead, StepBuilder
 from kvhold_client.step_outcome import Admission, ExtendAsk, StepOutcome
 
 _OK = int(ItemStatus.OK)
@@ -63,6 +63,7 @@ class SequenceTable:
         shape: PoolShape,
         *,
         send: Callable[[pb.StepRequest], StepReply] | None = None,
+        ahead: Ahead | None = None,
         guard: AbstractContextManager[object] | None = None,
         max_silent_steps: int = 16,
     ) -> None:
@@ -73,6 +74,9 @@ class SequenceTable:
         self.step = 0
         self.completed_step = 0
         self._send = send
+        self._ahead = ahead
+        self._is_flying = False  # a request was submitted, its answer not yet applied
+        self._landed: StepOutcome | None = None  # answer of a submitted request, applied, not yet collected
         self._guard = guard or nullcontext()
         self._max_silent_steps = max_silent_steps
         self._num_silent_steps = 0
@@ -100,6 +104,8 @@ class SequenceTable:
 
     def begin_step(self, step: int, completed_step: int) -> None:
         """Starts a step. What was queued and not sent yet stays queued (finished sequences)."""
+        if self._is_flying:
+            self._land()
         assert step > self.step
         assert self.completed_step <= completed_step < step
         self.step, self.completed_step = step, completed_step
@@ -115,6 +121,8 @@ class SequenceTable:
         **options: Any,
     ) -> None:
         """Queues a running sequence's need. Call it only beyond `quiet_tokens`; below it is right, and wasteful."""
+        if self._is_flying:
+            self._land()
         columns = self._builder.extend_items
         hashes: bytes | bytearray = b""
         num_hashes = 0
@@ -129,6 +137,8 @@ class SequenceTable:
 
     def admit(self, sequence: Sequence, *, num_tokens: int, **options: Any) -> None:
         """Queues a waiting sequence; options are the optional columns of AdmitItems. Its hashes travel once."""
+        if self._is_flying:
+            self._land()
         hashes: bytes | bytearray = b""
         num_hashes = 0
         if sequence.num_hashes > sequence.num_hashes_sent:  # a waiting sequence's hashes replace what is remembered
@@ -165,6 +175,8 @@ class SequenceTable:
                 )
 
     def _let_go(self, sequence: Sequence, computed_tokens: int, fence_own: bool, *, preempted: bool) -> None:
+        if self._is_flying:
+            self._land()
         if sequence.is_known:
             hashes, _ = self._unsent(sequence)
             options = {name: True for name, value in (("fence_own", fence_own), ("preempted", preempted)) if value}
@@ -187,6 +199,8 @@ class SequenceTable:
 
         The message is reused: send it, then `apply` its answer, before anything else is queued.
         """
+        if self._is_flying:
+            self._land()
         urgent = self._extending or self._admitting
         overdue = force or self._num_silent_steps > self._max_silent_steps
         if not urgent and not (overdue and self._has_news()):
@@ -201,6 +215,33 @@ class SequenceTable:
         with self._guard:
             request = self.plan_step(token_budget=token_budget, force=force)
             return StepOutcome() if request is None else self.apply(self._send(request))
+
+    def submit(self, *, token_budget: int = 0, force: bool = False) -> bool:
+        """The first half of `flush`: sends what is queued and returns at once; False if nothing must be said now.
+
+        `collect` is the other half. Meanwhile the device computes, and the answer arrives. Anything that is queued
+        before `collect` waits for the answer first, so that nothing is said twice.
+        """
+        assert self._ahead is not None, "this table has no session"
+        request = self.plan_step(token_budget=token_budget, force=force)
+        if request is None:
+            return False
+        self._ahead.submit(request)
+        self._is_flying = True
+        return True
+
+    def collect(self) -> StepOutcome:
+        """What the submitted step changed; nothing, if nothing was submitted. Raises what `flush` would."""
+        if self._is_flying:
+            self._land()
+        outcome, self._landed = self._landed, None
+        return outcome or StepOutcome()
+
+    def _land(self) -> None:
+        assert self._ahead is not None
+        self._is_flying = False
+        with self._guard:
+            self._landed = self.apply(self._ahead.collect())
 
     def _has_news(self) -> bool:
         """Frees that wait, or a completed step that the daemon still counts as running."""
@@ -348,14 +389,7 @@ class SequenceTable:
         """What to re-assert when the daemon restarted: every running sequence, with what is proven to be written."""
         for sequence in list(self.sequences.values()):  # another thread may ask
             if sequence.state is SequenceState.RUNNING:
-                proven = sequence.publish_step <= self.completed_step
-                yield HeldSequence(
-                    sequence_id=sequence.sequence_id,
-                    num_tokens=max(sequence.num_tokens, 1),
-                    publish_tokens=sequence.published_tokens if proven else sequence.proven_tokens,
-                    tables=sequence.tables,
-                    hashes=bytes(sequence.hashes[: sequence.num_hashes_sent * self.shape.hash_size_bytes]),
-                )
+                yield sequence.held(self.completed_step, self.shape.hash_size_bytes)
 
     def lose(self, sequence_ids: Iterable[int]) -> list[Sequence]:
         """Marks sequences that the daemon could not give back, and forgets what it remembered of waiting ones."""

@@ -11,6 +11,8 @@ inside its grace period, and requests under way are sent again with the same (st
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +20,7 @@ import grpc
 
 from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
 from kvhold_client.calls import CallSettings, call
-from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unreachable
+from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.local_channel import STEP, LocalChannel
 from kvhold_client.results import StepReply
 from kvhold_client.sequence_table import SequenceTable
@@ -29,6 +31,15 @@ from kvhold_client.target import beside
 
 RETRY_PAUSE_S = 0.05
 MAX_RETRY_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A request on its way, and whence its answer comes."""
+
+    request: block_pb2.StepRequest
+    used: Credentials
+    answer: Callable[[], block_pb2.StepResponse]
 
 
 class Session:
@@ -45,15 +56,18 @@ class Session:
         shape: PoolShape,
         settings: CallSettings,
         on_lost: Callable[[list[int]], None] | None = None,
+        reopen_pool: Callable[[], None] | None = None,
     ) -> None:
         self.shape = shape
         self.guard = threading.RLock()
-        self.table = SequenceTable(shape, send=self.step, guard=self.guard)
+        self.table = SequenceTable(shape, send=self.step, ahead=self, guard=self.guard)
+        self._flight: Flight | None = None
         self.draining = False
         self._channel = channel
         self._core = core
         self._settings = settings
         self._on_lost = on_lost
+        self._reopen_pool = reopen_pool
         self._blocks = block_pb2_grpc.BlockServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._dead: KvholdError | None = None
@@ -126,6 +140,45 @@ class Session:
                     raise self._died(error) if error.is_fatal else error from None
                 self._resume(used)
 
+    def submit(self, request: block_pb2.StepRequest) -> None:
+        """`step` in two halves: sends the request and returns; `collect` must follow. One at a time.
+
+        The request must not change until then: it is sent again, under the same number, if its answer is lost.
+        """
+        assert self._flight is None, "collect the answer of the last one first"
+        self._core.number(request)
+        self._flight = self._launch(request)
+
+    def collect(self) -> StepReply:
+        """The answer to what was submitted. Raises what `step` does."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "nothing was submitted"
+        while True:
+            if self._dead is not None:
+                raise self._dead
+            try:
+                return decode_step(flight.answer())
+            except KvholdError as error:
+                if not self._core.may_recover(error, flight.used):
+                    raise self._died(error) if error.is_fatal else error from None
+                self._resume(flight.used)
+                flight = self._launch(flight.request)
+
+    def _launch(self, request: block_pb2.StepRequest) -> Flight:
+        """Sends; a connection that is found broken is dealt with by whoever wants the answer."""
+        with self.guard:
+            used, local = self._core.stamp(request), self._local
+        if local is not None:
+            try:
+                local.send(STEP, request)
+            except Unreachable as error:
+                return Flight(request=request, used=used, answer=partial(_raise, error))
+            return Flight(request=request, used=used, answer=partial(local.receive, STEP))
+        future = self._blocks.Step.future(request, timeout=self._settings.timeout_s)
+        return Flight(
+            request=request, used=used, answer=partial(call, lambda _, timeout: future.result(), None, self._settings)
+        )
+
     def idle(self) -> None:
         """Says what is still unsaid before a pause (R8): frees, and steps that are complete meanwhile."""
         self.begin_step()
@@ -148,8 +201,7 @@ class Session:
             pause = RETRY_PAUSE_S
             while True:
                 try:
-                    request = self._core.resume_request(self.table.held_sequences())
-                    self._took(self._core.opened(call(self._sessions.OpenSession, request, self._settings)))
+                    self._try_to_resume()
                     return
                 except KvholdError as error:
                     if isinstance(error, ResumeRefused | SessionFenced):
@@ -177,6 +229,17 @@ class Session:
                 self._local = LocalChannel(path, credentials.local_token, timeout_s=self._settings.timeout_s)
             except Unreachable:
                 return
+
+    def _try_to_resume(self) -> None:
+        request = self._core.resume_request(self.table.held_sequences())
+        try:
+            response = call(self._sessions.OpenSession, request, self._settings)
+        except PoolNotFound:  # the daemon restarted, and nobody has opened the pool since
+            if self._reopen_pool is None:
+                raise
+            self._reopen_pool()
+            response = call(self._sessions.OpenSession, request, self._settings)
+        self._took(self._core.opened(response))
 
     def _took(self, resumption: Resumption) -> None:
         self._connect_local(resumption.credentials)
@@ -255,3 +318,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _raise(error: KvholdError) -> block_pb2.StepResponse:
+    raise error

@@ -7,7 +7,7 @@ item costs one tuple. One builder is reused from step to step. An optional colum
     extend(9, slots=18, num_lookahead=2)    sequence_ids [7, 9]  slots_needed [33, 18]  num_lookahead_tokens [0, 2]
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts, StepReply
@@ -18,6 +18,16 @@ _DEFAULTS = {"expect_hit_tokens": -1, "max_hit_tokens": -1, "max_new_tokens": -1
 
 def _default(name: str, value: Any) -> Any:
     return _DEFAULTS.get(name, type(value)())
+
+
+class Ahead(Protocol):
+    """A step in two halves: what `submit` needs of a session."""
+
+    def submit(self, request: pb.StepRequest) -> None:
+        """Sends the request and returns. It must not change before `collect`."""
+
+    def collect(self) -> StepReply:
+        """Its answer. Raises what the step would."""
 
 
 class Columns:
