@@ -25,9 +25,9 @@ from kvhold_server.node.errors import (
     TooManyPools,
     TooManyPoolSessions,
 )
-from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool, RecoveryReport
+from kvhold_server.node.making import put_together
 from kvhold_server.node.node_values import Closed, DrainState, Export, ResetReport
 from kvhold_server.node.opening import (
     OpenedPool,
@@ -38,7 +38,7 @@ from kvhold_server.node.opening import (
     region_requests,
 )
 from kvhold_server.node.pool_config_builder import build_pool_config
-from kvhold_server.node.quotas import held_by_tenant
+from kvhold_server.node.quotas import held_by_tenant, quota_of
 from kvhold_server.node.reaping import Reaper
 from kvhold_server.node.recovering import Recovering, no_sequences
 from kvhold_server.node.step_values import StepAnswer, StepCommand
@@ -148,25 +148,10 @@ class Node:
 
     def finish_open_pool(self, opening: Opening, regions: tuple[Region, ...], made: MadePool) -> OpenedPool:
         """Publishes the pool with its memory. Does not fail once `begin_open_pool` accepted."""
-        command = opening.command
-        recovery = replace(made.recovery, duration_s=self.now_s - opening.begun_at_s)
-        try:
-            live = LivePool(
-                name=command.name,
-                plan=command.plan,
-                identity=command.identity,
-                config=opening.config,
-                pool=made.pool,
-                journal=made.journal,
-                regions=regions,
-                opened_at_s=self.now_s,
-                recovery=recovery,
-                events=EventLog(config=opening.config, max_events=self.limits.max_event_buffer),
-            )
-            self.pools[command.name] = live
-        finally:
-            del self._busy[command.name]
-        return OpenedPool(live=live, recovery=recovery)
+        del self._busy[opening.command.name]
+        live = put_together(opening, regions, made, self.now_s, self.limits.max_event_buffer)
+        self.pools[live.name] = live
+        return OpenedPool(live=live, recovery=live.recovery)
 
     def abort_open_pool(self, opening: Opening) -> None:
         """The memory could not be had: the name is free again."""
@@ -222,9 +207,7 @@ class Node:
         return new_generation(live, content)
 
     # ------------------------------------------------------------------ memory
-    def export(
-        self, name: str, rank: int, *, expected_size_bytes: int, num_warmup_blocks: int, session_id: str
-    ) -> Export:
+    def export(self, name: str, rank: int, *, expected_size_bytes: int, num_warmup_blocks: int) -> Export:
         """How to map a rank. Changes nothing; mappings are reported by `worker_mapped`."""
         live = self.pool(name)
         checked = regions_to_export(
@@ -334,7 +317,8 @@ class Node:
         if self.recovering.pools:
             self.recovering.check(session.pool, command, self.now_s)
         live = self.pools[session.pool]
-        return apply_step(live, session, command, self.now_s, self._quota_left(live, session.request.tenant))
+        quota_left = quota_of(live, self.sessions, session.request.tenant) if live.quotas else None
+        return apply_step(live, session, command, self.now_s, quota_left)
 
     def reset_cache(self, name: str, *, force: bool) -> ResetReport:
         """Forgets every cached prefix. Raises BlocksInUse unless forced."""
@@ -351,7 +335,7 @@ class Node:
         """Bounds a tenant; 0: no longer. Returns what it holds now. Raises TooManyTenants."""
         live = self.pool(name)
         change_quota(live, tenant, max_held_blocks, self.limits.max_tenants)
-        return held_by_tenant(live, self.sessions.sessions(live.name), tenant)
+        return held_by_tenant(live, self.sessions, tenant)
 
     # ------------------------------------------------------------------- drain
     def begin_drain(self, deadline_s: float) -> None:
@@ -404,12 +388,6 @@ class Node:
         self._reaper.began(session)
         after = live.pool.counts()
         return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))
-
-    def _quota_left(self, live: LivePool, tenant: str) -> int | None:
-        quota = live.quotas.get(tenant)
-        if quota is None:
-            return None
-        return quota - held_by_tenant(live, self.sessions.sessions(live.name), tenant)
 
     def _check_busy(self, name: PoolName) -> None:
         if name in self._busy:

@@ -11,14 +11,21 @@ Blocks that others hold already are shared, not taken: hitting them costs no quo
 
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.pool.values import StepInput
-from kvhold_server.sessions.session import Session
+from kvhold_server.sessions.session_table import SessionTable
 
 
-def held_by_tenant(live: LivePool, sessions: list[Session], tenant: str) -> int:
+def held_by_tenant(live: LivePool, sessions: SessionTable, tenant: str) -> int:
     """Blocks in tables of the tenant's sessions, each session's counted once. O(those blocks)."""
-    own = [session for session in sessions if session.request.tenant == tenant and session.session_id in live.members]
+    known = sessions.sessions(live.name)
+    own = [session for session in known if session.request.tenant == tenant and session.session_id in live.members]
     uses = [live.pool.use_of(session.slot) for session in own]
     return sum(use.num_held_blocks + use.num_quarantined_blocks for use in uses)
+
+
+def quota_of(live: LivePool, sessions: SessionTable, tenant: str) -> int | None:
+    """Blocks that the tenant may still take; None: it has no quota."""
+    quota = live.quotas.get(tenant)
+    return None if quota is None else quota - held_by_tenant(live, sessions, tenant)
 
 
 def apply_quota(live: LivePool, slot: int, items: StepInput, num_left_blocks: int) -> bool:

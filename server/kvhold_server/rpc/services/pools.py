@@ -74,7 +74,6 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
             request.rank,
             expected_size_bytes=request.expected_size_bytes,
             num_warmup_blocks=request.num_warmup_blocks,
-            session_id=request.session_id,
         )
         regions = []
         by_name = False

@@ -1,0 +1,28 @@
+"""The last act of opening: plan, memory, blocks and recovery become one LivePool."""
+
+from dataclasses import replace
+
+from kvhold_server.memory.backend import Region
+from kvhold_server.node.event_log import EventLog
+from kvhold_server.node.live_pool import LivePool
+from kvhold_server.node.opening import Opening
+from kvhold_server.node.warm_restart import MadePool
+
+
+def put_together(
+    opening: Opening, regions: tuple[Region, ...], made: MadePool, now_s: float, max_events: int
+) -> LivePool:
+    """Cannot fail: everything that could has happened before."""
+    command = opening.command
+    return LivePool(
+        name=command.name,
+        plan=command.plan,
+        identity=command.identity,
+        config=opening.config,
+        pool=made.pool,
+        journal=made.journal,
+        regions=regions,
+        opened_at_s=now_s,
+        recovery=replace(made.recovery, duration_s=now_s - opening.begun_at_s),
+        events=EventLog(config=opening.config, max_events=max_events),
+    )
