@@ -34,6 +34,7 @@ from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, lis
 from kvhold_server.rpc.services.blocks import BlockService
 from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
 from kvhold_server.rpc.tls import TlsFiles, check_exposure
+from kvhold_server.rpc.tracing import SPANS, Tracing
 from kvhold_server.rpc.workers import make_fd_channel
 from kvhold_server.sessions.lease import LeaseTerms
 
@@ -115,7 +116,7 @@ class Daemon:
                 stack.push_async_callback(_cancelled, watching)
         reclaim_all(self.node)
         stack.push_async_callback(self.keeper.close)
-        server = make_server([self._guard()], config.limits.max_message_bytes)
+        server = make_server(self._interceptors(), config.limits.max_message_bytes)
         if config.socket:
             listen_unix(server, self._claims[config.socket], config.socket_gid)
             self.fd_channel = make_fd_channel(self.node, Path(f"{config.socket}.fd"), config.socket_gid)
@@ -162,7 +163,7 @@ class Daemon:
         if not self.config.admin_socket:
             add_admin_services(engine_server, self.node, self.request_stop)
             return
-        server = make_server([self._guard()], self.config.limits.max_message_bytes)
+        server = make_server(self._interceptors(), self.config.limits.max_message_bytes)
         listen_unix(server, self._claims[self.config.admin_socket], self.config.socket_gid)
         add_admin_services(server, self.node, self.request_stop)
         self.health.add_to(server)
@@ -189,8 +190,11 @@ class Daemon:
         self.metrics_port = http.port
         self._stack.push_async_callback(http.close)
 
-    def _guard(self) -> Guard:
-        return Guard(self.node.telemetry, self.config.limits.max_message_bytes)
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """Tracing, if it is on, around the guard."""
+        guard = Guard(self.node.telemetry, self.config.limits.max_message_bytes)
+        make_span = SPANS.get(self.config.tracing)
+        return [Tracing(self.node.telemetry, make_span()), guard] if make_span else [guard]
 
     def request_stop(self, deadline_s: float | None = None) -> None:
         """Begins to drain, by default with the configured deadline; asked a second time, stops waiting."""

@@ -87,6 +87,7 @@ class ServerConfig:
     fake_device_bytes: int = setting(1 << 40, "memory of each device of the fake backend", low=1)
     log_level: str = setting("info", "least severity logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "how log lines look", choices=("text", "json"))
+    tracing: str = setting("off", "trace ids in logs and exemplars, or spans too", choices=("off", "log", "otel"))
     limits: ServiceLimits = field(default_factory=ServiceLimits)
 
     def __post_init__(self) -> None:

@@ -4,8 +4,12 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
 
 from kvhold_server.config import ServerConfig
+
+# The trace of the call that is being served; set by rpc/tracing.py only while tracing is on.
+CURRENT_TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
 
 
 class JsonFormatter(logging.Formatter):
@@ -18,6 +22,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if trace_id := CURRENT_TRACE_ID.get():
+            line["trace_id"] = trace_id
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

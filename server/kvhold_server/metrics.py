@@ -1,26 +1,28 @@
-"""/metrics: a snapshot taken on the event loop (microseconds), rendered in a thread (so that a scrape delays no step).
+"""/metrics: a snapshot taken at once (microseconds), rendered family by family, so that a scrape delays no step.
 
-    Node ──take_snapshot──▶ Snapshot ──KvholdCollector──▶ families ──prometheus_client──▶ text
+    Node ──take_snapshot──▶ Snapshot ──SnapshotCollector──▶ families ──prometheus_client──▶ parts of text
 
 Nothing is counted here: numbers come from the pool, the session table and the shell's telemetry, where the truth is.
-The registry is our own. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
+There is no registry. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as WireExemplar
 
 from kvhold_server.node.live_pool import LivePool, PoolTotals, RecoveryReport
 from kvhold_server.node.node import Node
-from kvhold_server.node.telemetry import Histogram, Telemetry
+from kvhold_server.node.telemetry import Exemplar, Histogram, Telemetry
 from kvhold_server.pool.values import Counts, PrefixStatistics
 from kvhold_server.sessions.lease import SessionState
 
 PREFIX = "kvhold_"
+END = b"# EOF\n"  # of OpenMetrics
 SESSION_STATES = ("live", "grace", "quarantined")
 
 
@@ -233,7 +235,7 @@ def _rpc_families(telemetry: Telemetry) -> Iterator[Metric]:
             calls.add_metric([method, code], count)
         in_flight.add_metric([method], stats.in_flight)
         if any(stats.durations.buckets):  # a histogram is a dozen lines: only of methods that are used
-            durations.add_metric([method], cumulated(stats.durations), stats.durations.sum)
+            durations.add_metric([method], cumulated(stats.durations, stats.exemplars), stats.durations.sum)
     lag = HistogramMetricFamily(PREFIX + "event_loop_lag_seconds", "How late the event loop came to a timer.")
     lag.add_metric([], cumulated(telemetry.loop_lag), telemetry.loop_lag.sum)
     unexpected = CounterMetricFamily(PREFIX + "unexpected_errors", "Bugs met while serving; see the log.")
@@ -241,27 +243,50 @@ def _rpc_families(telemetry: Telemetry) -> Iterator[Metric]:
     return iter((calls, in_flight, durations, lag, unexpected))
 
 
-def cumulated(histogram: Histogram) -> list[tuple[str, float]]:
-    """Buckets as the exposition format wants them: cumulated, with their upper ends as text."""
-    running, found = 0, []
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.buckets, strict=True):
+Bucket: TypeAlias = "tuple[str, float] | tuple[str, float, WireExemplar]"
+
+
+def cumulated(histogram: Histogram, exemplars: Mapping[int, Exemplar] | None = None) -> list[Bucket]:
+    """Buckets as the exposition format wants them: cumulated, with their upper ends as text, exemplars where known."""
+    running, found = 0, list[Bucket]()
+    for i, (bound, count) in enumerate(zip((*map(str, histogram.bounds), "+Inf"), histogram.buckets, strict=True)):
         running += count
-        found.append((bound, float(running)))
+        known = (exemplars or {}).get(i)
+        if known is None or not count:
+            found.append((bound, float(running)))
+        else:
+            wire = WireExemplar({"trace_id": known.trace_id}, known.value, known.at_s)
+            found.append((bound, float(running), wire))
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class OneFamily:
+    """What an encoder takes for a registry: a single family."""
+
+    family: Metric
+
+    def collect(self) -> tuple[Metric, ...]:
+        return (self.family,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
-    """A scrape's answer."""
+class Exposition:
+    """A scrape's answer in parts, one family each, made as they are taken: others may run in between."""
 
     content_type: str
-    body: bytes
+    parts: Iterator[bytes]
 
 
-def render(snapshot: Snapshot, accept: str, extra: Iterable[Collector] = ()) -> Rendered:
-    """Text in the format that the scraper accepts. Pure; call it in a thread."""
-    registry = CollectorRegistry(auto_describe=False)
-    for collector in (SnapshotCollector(snapshot), *extra):
-        registry.register(collector)
+def expose(collectors: Iterable[Collector], accept: str) -> Exposition:
+    """In the format that the scraper accepts."""
     encode, content_type = choose_encoder(accept)
-    return Rendered(content_type=content_type, body=encode(registry))
+    is_open = content_type.startswith("application/openmetrics-text")
+    return Exposition(content_type=content_type, parts=_parts(collectors, encode, END if is_open else b""))
+
+
+def _parts(collectors: Iterable[Collector], encode: Callable[[OneFamily], bytes], end: bytes) -> Iterator[bytes]:
+    for collector in collectors:
+        for family in collector.collect():
+            yield encode(OneFamily(family)).removesuffix(END)
+    yield end

@@ -2,7 +2,7 @@
 
 import random
 
-from kvhold_server.metrics import render
+from kvhold_server.metrics import SnapshotCollector, expose
 from kvhold_server.node.telemetry import Telemetry
 from kvhold_server.observe.extra_metrics import MAX_TENANT_SERIES, OTHER_TENANTS, ViewCollector, tenant_blocks
 from kvhold_server.observe.view import DeviceView, NodeView, ResidencyHistograms
@@ -10,8 +10,13 @@ from kvhold_server.pool.residency import ResidencySample
 from tests.observe.views import node_view, pool_view, session_view
 
 
+def exposed(view: NodeView, accept: str = "") -> str:
+    collectors = (SnapshotCollector(view.snapshot), ViewCollector(view))
+    return b"".join(expose(collectors, accept).parts).decode()
+
+
 def series(view: NodeView) -> set[str]:
-    text = render(view.snapshot, "", [ViewCollector(view)]).body.decode()
+    text = exposed(view)
     return {line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith("#")}
 
 
@@ -54,7 +59,7 @@ def test_met_06_only_counters_and_gauges_of_now_are_exported() -> None:
 
 def test_misses_by_age_sum_to_misses_by_eviction() -> None:
     view = node_view(pool_view())
-    text = render(view.snapshot, "", [ViewCollector(view)]).body.decode()
+    text = exposed(view)
     lines = [line for line in text.splitlines() if line.startswith("kvhold_prefix_miss_evicted_age_tokens_total{")]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) == view.snapshot.pools[0].prefix.miss_evicted_tokens
 
@@ -63,7 +68,7 @@ def test_devices_show_what_others_use() -> None:
     device = DeviceView(backend="cuda_vmm", device="GPU-1", total_bytes=100, free_bytes=30, held_bytes=50)
     unknown = DeviceView(backend="cuda_ipc", device="GPU-1", total_bytes=100, free_bytes=-1, held_bytes=50)
     view = node_view(pool_view(), devices=(device, unknown))
-    text = render(view.snapshot, "", [ViewCollector(view)]).body.decode()
+    text = exposed(view)
     shown = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "device=" in line}
     labels = 'kvhold_device_memory_bytes{backend="cuda_vmm",device="GPU-1",state='
     assert [shown[f'{labels}"{state}"}}'] for state in ("held", "free", "other")] == [50, 30, 20]
@@ -73,7 +78,7 @@ def test_devices_show_what_others_use() -> None:
 def test_the_oldest_dead_session_counts() -> None:
     dead = [session_view(i, state="quarantined", dead_for_s=10.0 * i) for i in range(3)]
     view = node_view(pool_view(), pool_view("code"), sessions=(*dead, session_view(9)))
-    text = render(view.snapshot, "", [ViewCollector(view)]).body.decode()
+    text = exposed(view)
     assert 'kvhold_quarantine_oldest_seconds{pool="chat"} 20.0' in text
     assert 'kvhold_quarantine_oldest_seconds{pool="code"} 0.0' in text
 
@@ -85,7 +90,20 @@ def test_ages_at_eviction_fall_into_buckets() -> None:
     histograms.absorb([ResidencySample(lifetime_s=50, idle_s=5.0, reuse_gaps_s=())])
     assert frozen.idle_before_evict.sum == 5.0 and histograms.idle_before_evict.sum == 10.0
     view = node_view(pool_view(residency=frozen), telemetry=Telemetry())
-    text = render(view.snapshot, "", [ViewCollector(view)]).body.decode()
+    text = exposed(view)
     assert 'kvhold_block_idle_before_evict_seconds_bucket{le="1.0",pool="chat"} 0.0' in text
     assert 'kvhold_block_idle_before_evict_seconds_bucket{le="10.0",pool="chat"} 1.0' in text
     assert 'kvhold_block_reuse_gap_seconds_count{pool="chat"} 2.0' in text
+
+
+def test_openmetrics_carries_the_trace_of_a_slow_call() -> None:
+    telemetry = Telemetry()
+    stats = telemetry.method("BlockService/Step")
+    stats.finished("OK", 0.003)
+    stats.exemplify(0.003, "5f" * 16, 1_700_000_000.0)
+    view = node_view(pool_view(), telemetry=telemetry)
+    text = exposed(view, "application/openmetrics-text; version=1.0.0")
+    marked = [line for line in text.splitlines() if "trace_id" in line]
+    assert len(marked) == 1 and 'le="0.005"' in marked[0] and "5f" * 16 in marked[0]
+    assert text.count("# EOF") == 1 and text.endswith("# EOF\n")
+    assert "trace_id" not in exposed(view), "the text format has no place for it"

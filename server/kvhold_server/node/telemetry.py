@@ -34,6 +34,15 @@ class Histogram:
         return twin
 
 
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """One observation that can be looked up in traces."""
+
+    trace_id: str
+    value: float
+    at_s: float  # Unix time
+
+
 @dataclass(slots=True)
 class MethodStats:
     """One rpc method. `codes` are names of gRPC status codes."""
@@ -41,10 +50,15 @@ class MethodStats:
     codes: dict[str, int] = field(default_factory=lambda: {"OK": 0})
     durations: Histogram = field(default_factory=lambda: Histogram(DURATION_BUCKETS_S))
     in_flight: int = 0
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)  # by bucket of `durations`: the latest; tracing only
 
     def finished(self, code: str, seconds: float) -> None:
         self.codes[code] = self.codes.get(code, 0) + 1
         self.durations.observe(seconds)
+
+    def exemplify(self, seconds: float, trace_id: str, at_s: float) -> None:
+        """Remembers which trace had a duration like this."""
+        self.exemplars[bisect_left(self.durations.bounds, seconds)] = Exemplar(trace_id, seconds, at_s)
 
 
 @dataclass(slots=True)
@@ -62,7 +76,7 @@ class Telemetry:
     def copy(self) -> "Telemetry":
         """A snapshot that another thread may read."""
         methods = {
-            name: MethodStats(dict(stats.codes), stats.durations.copy(), stats.in_flight)
+            name: MethodStats(dict(stats.codes), stats.durations.copy(), stats.in_flight, dict(stats.exemplars))
             for name, stats in self.methods.items()
         }
         return Telemetry(methods, self.loop_lag.copy(), self.num_unexpected_errors)

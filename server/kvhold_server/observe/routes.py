@@ -9,14 +9,10 @@ import asyncio
 import dataclasses
 import json
 import time
-from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
-
 from kvhold_server.http import HttpHandler, HttpReply, HttpRequest
-from kvhold_server.metrics import Rendered, SnapshotCollector
+from kvhold_server.metrics import SnapshotCollector, expose
 from kvhold_server.node.node import Node
 from kvhold_server.observe.block_map import BlockMap, draw_map, find
 from kvhold_server.observe.event_tail import event_lines
@@ -27,31 +23,17 @@ from kvhold_server.observe.view import NodeView
 
 CACHE_S = 0.25
 MAP_CACHE_S = 1.0
-END_OF_EXPOSITION = b"# EOF\n"
 HTML, JSON = "text/html; charset=utf-8", "application/json"
 
 
-@dataclass(frozen=True, slots=True)
-class OneFamily:
-    """What an encoder takes for a registry: a single family."""
-
-    family: Metric
-
-    def collect(self) -> tuple[Metric, ...]:
-        return (self.family,)
-
-
-async def render_in_slices(view: NodeView, accept: str) -> Rendered:
+async def render_in_slices(view: NodeView, accept: str) -> HttpReply:
     """The exposition in the format that the scraper accepts."""
-    encode, content_type = choose_encoder(accept)
+    exposition = expose((SnapshotCollector(view.snapshot), ViewCollector(view)), accept)
     parts: list[bytes] = []
-    for collector in (SnapshotCollector(view.snapshot), ViewCollector(view)):
-        for family in collector.collect():
-            parts.append(encode(OneFamily(family)))  # it asks for nothing but collect()
-            await asyncio.sleep(0)
-    end = END_OF_EXPOSITION if content_type.startswith("application/openmetrics-text") else b""
-    body = b"".join(part.removesuffix(END_OF_EXPOSITION) for part in parts) + end
-    return Rendered(content_type=content_type, body=body)
+    for part in exposition.parts:
+        parts.append(part)
+        await asyncio.sleep(0)
+    return HttpReply(content_type=exposition.content_type, body=b"".join(parts))
 
 
 class Observatory:
@@ -61,7 +43,7 @@ class Observatory:
         self._node = node
         self._observer = Observer(node, version)
         self._page = Page()
-        self._scrapes: dict[str, tuple[float, Rendered]] = {}
+        self._scrapes: dict[str, tuple[float, HttpReply]] = {}
         self._maps: dict[str, tuple[float, BlockMap]] = {}
         for method, code in WATCHED_CODES:
             node.telemetry.method(method).codes.setdefault(code, 0)
@@ -80,13 +62,12 @@ class Observatory:
     async def metrics(self, request: HttpRequest) -> HttpReply:
         """Prometheus text or OpenMetrics, as the scraper accepts."""
         accept = request.headers.get("accept", "")
-        at_s, rendered = self._scrapes.get(accept, (float("-inf"), None))
+        at_s, reply = self._scrapes.get(accept, (float("-inf"), None))
         now_s = time.monotonic()
-        if rendered is None or now_s - at_s > CACHE_S:
-            view = await self._observer.take()
-            rendered = await render_in_slices(view, accept)
-            self._scrapes = {accept: (now_s, rendered)}
-        return HttpReply(content_type=rendered.content_type, body=rendered.body)
+        if reply is None or now_s - at_s > CACHE_S:
+            reply = await render_in_slices(await self._observer.take(), accept)
+            self._scrapes = {accept: (now_s, reply)}
+        return reply
 
     async def page(self, request: HttpRequest) -> HttpReply:
         """The node page; with `pool` and `q` it answers a search."""
