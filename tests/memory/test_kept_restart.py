@@ -26,7 +26,7 @@ def directory() -> Iterator[Path]:
 
 
 def memfd(directory: Path, holder: str) -> Any:
-    return running(directory, backend="memfd", grace_period_s=2.0, holder=holder)
+    return running(directory, backend="memfd", grace_period_s=2.0, holder=holder, keep_pools=True)
 
 
 async def hit_tokens(daemon: RunningDaemon, *hashes: int) -> int:
