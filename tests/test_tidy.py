@@ -54,7 +54,6 @@ LONG_FILES: set[str] = {
     "server/kvhold_server/pool/pool.py",
 }
 TYPE_CHECKING_FILES: set[str] = {
-    "server/kvhold_server/pool/attribution.py",
     "server/kvhold_server/pool/inspection.py",
     "server/kvhold_server/pool/kinds/base.py",
     "server/kvhold_server/pool/session.py",

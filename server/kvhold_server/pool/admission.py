@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.attribution import Attribution
 from kvhold_server.pool.blocks import BlockStore
@@ -22,48 +20,7 @@ from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import PoolSession
 from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import Admitted, Bound, Status
-
-
-@dataclass(slots=True, kw_only=True)
-class AdmitItem:
-    """One row of AdmitColumns; see there."""
-
-    sequence_id: int
-    num_tokens: int
-    num_prompt_tokens: int
-    hashes: list[bytes] | None
-    max_hit_tokens: int = -1
-    max_new_tokens: int = -1
-    budget_overhead: int = 0
-    alignment: int = 1
-    num_lookahead_tokens: int = 0
-    num_external_tokens: int = 0
-    num_encoder_tokens: int = 0
-    full_sequence_must_fit: bool = False
-    watermark_blocks: int = 0
-    reserved_blocks: int = 0
-    defer_publish: bool = False
-    skip_lookup: bool = False
-    is_resumed: bool = False
-    expect_hit_tokens: int = -1
-
-
-class Refusal:
-    """What a waiting sequence was told, and when: the same question gets the same answer until something changes."""
-
-    __slots__ = ("_item", "_version", "answer")
-
-    def __init__(self, version: int, item: AdmitItem, answer: Admitted) -> None:
-        self._version = version
-        self._item = item
-        self.answer = answer
-
-    def holds(self, version: int, item: AdmitItem) -> bool:
-        """Is it still true for this item, which sends no hashes?"""
-        if self._version != version or item.hashes is not None:
-            return False
-        self._item.hashes = None
-        return self._item == item
+from kvhold_server.pool.waiting import AdmitItem, Refusal
 
 
 class Admission:

@@ -11,17 +11,12 @@ asking for every block.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvhold_server.pool.groups import HitResult
+from kvhold_server.pool.blocks import BlockStore
+from kvhold_server.pool.groups import Groups, HitResult
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import PoolSession
 from kvhold_server.pool.values import PrefixStatistics
-
-if TYPE_CHECKING:
-    from kvhold_server.pool.admission import AdmitItem
-    from kvhold_server.pool.blocks import BlockStore
-    from kvhold_server.pool.groups import Groups
+from kvhold_server.pool.waiting import AdmitItem
 
 NUM_AGE_BUCKETS = 4  # evicted within the last N/4, N, 4N evictions, or before; N = blocks of the pool
 

@@ -11,12 +11,11 @@ Sessions are small integers here (serials); the daemon maps its unguessable ids 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import repeat
 
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import PoolConfig
-from kvhold_server.pool.admission import Admission, AdmitItem, hit_limit
+from kvhold_server.pool.admission import Admission, hit_limit
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.errors import (
     BadCount,
@@ -48,6 +47,7 @@ from kvhold_server.pool.values import (
     StepInput,
     StepOutput,
 )
+from kvhold_server.pool.waiting import AdmitItem, admit_items, cut
 
 OBSERVER = PoolSession(0)  # asks without being anybody; never changed
 
@@ -203,7 +203,7 @@ class Pool:
         columns = items.free
         output = turn.output
         num = len(columns.sequence_ids)
-        cuts = _cut(columns.hashes, columns.hash_counts or [0] * num)
+        cuts = cut(columns.hashes, columns.hash_counts or [0] * num)
         rows = zip(
             columns.sequence_ids,
             columns.computed_tokens or repeat(0),
@@ -228,7 +228,7 @@ class Pool:
         no_counts = [0] * len(self.groups.policies)
         nothing, ok = self._nothing, Status.OK
         num = len(columns.sequence_ids)
-        cuts = _cut(columns.hashes, columns.hash_counts) if columns.hashes else repeat([])
+        cuts = cut(columns.hashes, columns.hash_counts) if columns.hashes else repeat([])
         rows = zip(
             columns.sequence_ids,
             columns.slots_needed,
@@ -269,7 +269,7 @@ class Pool:
         output = turn.output
         no_counts = [0] * len(self.groups.policies)
         budget, num_admitted = items.token_budget, 0
-        for i, item in enumerate(_admit_items(items)):
+        for i, item in enumerate(admit_items(items)):
             answer = None
             if may_admit and budget > 0 and num_admitted < items.max_admissions:
                 try:
@@ -301,7 +301,7 @@ class Pool:
         columns = items.lookup
         num = len(columns.sequence_ids)
         counts = columns.hash_counts or [0] * num
-        cuts = _cut(columns.hashes, counts)
+        cuts = cut(columns.hashes, counts)
         limits = columns.max_hit_tokens or repeat(-1)
         rows = zip(columns.sequence_ids, columns.num_tokens, counts, cuts, limits, strict=False)
         for i, (sequence_id, num_tokens, count, hashes, limit) in enumerate(rows):
@@ -737,66 +737,6 @@ class Pool:
     def check_invariants(self) -> None:
         """Asserts every invariant of docs/blocks.md; O(blocks)."""
         check_pool(self)
-
-
-def _cut(hashes: list[bytes], counts: list[int]) -> Iterator[list[bytes]]:
-    """Cuts a flat column of hashes into the items' lists; a negative count takes none."""
-    start = 0
-    for count in counts:
-        if count > 0:
-            yield hashes[start : start + count]
-            start += count
-        else:
-            yield []
-
-
-def _admit_items(items: StepInput) -> Iterator[AdmitItem]:
-    columns = items.admit
-    num = len(columns.sequence_ids)
-    counts = columns.hash_counts or [0] * num
-    rows = zip(
-        columns.sequence_ids,
-        columns.num_tokens,
-        columns.num_prompt_tokens or columns.num_tokens,
-        counts,
-        _cut(columns.hashes, counts),
-        columns.max_hit_tokens or repeat(-1),
-        columns.max_new_tokens or repeat(-1),
-        columns.budget_overhead or repeat(0),
-        columns.alignment or repeat(1),
-        columns.num_lookahead_tokens or repeat(0),
-        columns.num_external_tokens or repeat(0),
-        columns.num_encoder_tokens or repeat(0),
-        columns.full_sequence_must_fit or repeat(False),
-        columns.watermark_blocks or repeat(0),
-        columns.reserved_blocks or repeat(0),
-        columns.defer_publish or repeat(False),
-        columns.skip_lookup or repeat(False),
-        columns.is_resumed or repeat(False),
-        columns.expect_hit_tokens or repeat(-1),
-        strict=False,
-    )
-    for row in rows:
-        yield AdmitItem(
-            sequence_id=row[0],
-            num_tokens=row[1],
-            num_prompt_tokens=row[2],
-            hashes=None if row[3] < 0 else row[4],
-            max_hit_tokens=row[5],
-            max_new_tokens=row[6],
-            budget_overhead=row[7],
-            alignment=row[8],
-            num_lookahead_tokens=row[9],
-            num_external_tokens=row[10],
-            num_encoder_tokens=row[11],
-            full_sequence_must_fit=row[12],
-            watermark_blocks=row[13],
-            reserved_blocks=row[14],
-            defer_publish=row[15],
-            skip_lookup=row[16],
-            is_resumed=row[17],
-            expect_hit_tokens=row[18],
-        )
 
 
 def _bad_extend(slots: int, processed: int, publish: int, lookahead: int, encoder: int, reserved: int) -> BadCount:

@@ -9,10 +9,7 @@ Entry `i` of a table never changes its position: workers keep their own append-o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvhold_server.pool.admission import Refusal
+from kvhold_server.pool.waiting import Refusal
 
 
 class Sequence:
