@@ -180,6 +180,38 @@ async def test_provisional_blocks_of_a_dead_session_are_never_told(deadly_daemon
     reader.cancel()
 
 
+async def test_events_carry_tokens_where_the_pool_was_opened_so(daemon: RunningDaemon) -> None:
+    """R9: token ids of exactly the blocks reported, extra keys, adapter and label."""
+    session = await started(daemon, events_carry_tokens=True)
+    reader = Reader(daemon)
+    await reader.read()
+    about = block_pb2.SequenceMetadata(
+        token_ids=range(40), lora_id=3, lora_name="poet", extra_keys=[b"", b"\x81\x01"], session_label="chat"
+    )
+    admit = block_pb2.AdmitItems(
+        sequence_ids=[1], num_tokens=[40], num_hashes=[2], hashes=digest(1, 2), metadata=[about]
+    )
+    await session.step(admit=admit)
+    more = block_pb2.SequenceMetadata(token_ids=range(40, 49), extra_keys=[b"\x81\x02"])
+    extend = block_pb2.ExtendItems(
+        sequence_ids=[1], slots_needed=[49], publish_tokens=[48], num_hashes=[1], hashes=digest(3), metadata=[more]
+    )
+    await session.step(extend=extend)
+    await session.step()
+    await reader.until_idle()
+    first, second = (event.stored for event in reader.events)
+    assert list(first.token_ids) == list(range(32)) and list(first.extra_keys) == [b"", b"\x81\x01"]
+    assert (first.lora_id, first.lora_name, first.session_label) == (3, "poet", "chat")
+    assert list(second.token_ids) == list(range(32, 48)) and list(second.extra_keys) == [b"\x81\x02"]
+    annotations = daemon.node.pools["p"].annotations  # type: ignore[index]
+    assert len(annotations) == 1
+    await session.free(1)
+    assert len(annotations) == 0
+    wrong = block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[4], metadata=[about, about])
+    assert (await refused(session.step(admit=wrong))).metadata["field"] == "admit.metadata"
+    reader.cancel()
+
+
 async def test_bounds(short_dir: Path) -> None:
     async with running(short_dir, limits=ServiceLimits(max_watchers=1)) as daemon:
         await started(daemon)

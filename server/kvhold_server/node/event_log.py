@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.node.annotations import Annotation, Annotations
 from kvhold_server.pool.values import Cleared, Completed, Event, Removed, Stored
 
 MAX_RUN = 1024  # digests of one run
@@ -31,7 +32,9 @@ class StoredRun:
     blocks: tuple[int, ...]
     indexes: tuple[int, ...]  # position of each in its prompt, in blocks of the group
     parent: bytes | None  # digest before the first one; None: not known
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of all blocks, or none
+    extra_keys: tuple[bytes, ...] = ()  # one a digest, or none at all
+    source: Annotation | None = None  # adapter and label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class _Place:
     index: int
     parent: bytes | None
     token_ids: tuple[int, ...] = ()
+    extra_key: bytes = b""
+    source: Annotation | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class EventLog:
 
     config: PoolConfig
     max_events: int
+    annotations: Annotations = field(default_factory=Annotations)
     last_number: int = 0
     num_losses: int = 0  # times that a reader was too slow; the shell counts
     is_following: bool = False
@@ -135,11 +141,17 @@ class EventLog:
     def _stored(self, event: Stored) -> None:
         if event.is_partial:
             return  # a part of a block is nobody's to route by
-        previous_index = event.start_tokens // self.config.groups[event.group].block_size_tokens - 1
+        size = self.config.groups[event.group].block_size_tokens
+        previous_index = event.start_tokens // size - 1
         parent: bytes | None = event.parent or b""
+        source = self.annotations.of(event.session, event.sequence_id)
         for block_hash, block, index in zip(event.hashes, event.blocks, event.indices, strict=True):
             known = parent if index == previous_index + 1 else None
-            self._pending[event.group, block] = _Place(block_hash, index, known)
+            place = self._pending[event.group, block] = _Place(block_hash, index, known)
+            if source is not None:
+                place.token_ids = source.tokens_of(index, size)
+                place.extra_key = source.key_of((index + 1) * size // self.config.hash_unit_tokens - 1)
+                place.source = source
             parent, previous_index = block_hash, index
 
     def _completed(self, completed: Completed) -> None:
@@ -189,15 +201,24 @@ def _runs(rows: list[tuple[int, int, _Place]]) -> Iterator[StoredRun]:
     for end in range(1, len(rows) + 1):
         if end < len(rows):
             (group, _, place), (last_group, _, last) = rows[end], rows[end - 1]
-            if group == last_group and place.parent == last.hash and end - begin < MAX_RUN:
+            joins = group == last_group and place.parent == last.hash and place.source is last.source
+            if joins and end - begin < MAX_RUN:
                 continue
-        run = rows[begin:end]
-        yield StoredRun(
-            group=run[0][0],
-            hashes=tuple(place.hash for _, _, place in run),
-            blocks=tuple(block for _, block, _ in run),
-            indexes=tuple(place.index for _, _, place in run),
-            parent=run[0][2].parent,
-            token_ids=tuple(token for _, _, place in run for token in place.token_ids),
-        )
+        yield _run(rows[begin:end])
         begin = end
+
+
+def _run(rows: list[tuple[int, int, _Place]]) -> StoredRun:
+    places = [place for _, _, place in rows]
+    has_tokens = all(place.token_ids for place in places)
+    has_keys = any(place.extra_key for place in places)
+    return StoredRun(
+        group=rows[0][0],
+        hashes=tuple(place.hash for place in places),
+        blocks=tuple(block for _, block, _ in rows),
+        indexes=tuple(place.index for place in places),
+        parent=places[0].parent,
+        token_ids=tuple(token for place in places for token in place.token_ids) if has_tokens else (),
+        extra_keys=tuple(place.extra_key for place in places) if has_keys else (),
+        source=places[0].source,
+    )

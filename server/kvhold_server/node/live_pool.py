@@ -7,6 +7,7 @@ from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.plan import Plan
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import Region
+from kvhold_server.node.annotations import Annotations
 from kvhold_server.node.event_log import EventLog
 from kvhold_server.node.identity import PoolIdentity
 from kvhold_server.node.journal import BlockJournal
@@ -84,6 +85,7 @@ class LivePool:
     journal: BlockJournal | None = None  # None: its memory does not outlive the daemon
     members: set[SessionId] = field(default_factory=set)  # sessions of this pool, dead ones that still wait included
     events: EventLog
+    annotations: Annotations
     totals: PoolTotals = field(default_factory=PoolTotals)
     quotas: dict[str, int] = field(default_factory=dict)  # tenant → blocks
     preempted: dict[tuple[int, int], None] = field(default_factory=dict)  # (slot, sequence), oldest first

@@ -385,6 +385,7 @@ class Node:
             live.pool.kill_session(session.slot)
             live.totals.num_reaped_sessions += 1
         live.note(completed, live.pool.take_events())
+        live.annotations.drop_session(session.slot)
         self._reaper.began(session)
         after = live.pool.counts()
         return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))

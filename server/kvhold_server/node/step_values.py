@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvhold_server.node.annotations import AnnotatedItem
 from kvhold_server.pool.values import Counts, StepInput, StepOutput
 
 
@@ -27,6 +28,7 @@ class StepCommand:
     invalidate: Invalidation = field(default_factory=Invalidation)
     report_evictions: bool = False
     include_lookup_blocks: bool = False
+    annotated: list[AnnotatedItem] = field(default_factory=list)  # in pools whose events carry tokens
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,6 +35,8 @@ def apply_step(
         live.totals.num_replayed_steps += 1
         return replace(stored, replayed=True)
     remember_preempted(live, session.slot, command)
+    if command.annotated:
+        live.annotations.add(session.slot, command.annotated)
     quota_limited = quota_left is not None and apply_quota(live, session.slot, items, quota_left)
     if live.journal is not None and live.journal.unverified:
         live.journal.verify(items.admit.hashes)
@@ -44,6 +46,8 @@ def apply_step(
         output = live.pool.step(session.slot, items, now_s=now_s)
     count_items(live.totals, output, quota_limited=quota_limited)
     live.note(output.completed, output.events)
+    if len(live.annotations):
+        live.annotations.drop(session.slot, items.free.sequence_ids)
     answer = StepAnswer(
         output=output,
         counts=live.pool.counts(),
@@ -126,6 +130,7 @@ def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand, n
     drop_hashes(live, slot, command)
     rest = replace(items, free=FreeColumns())
     output = live.pool.step(slot, rest, now_s=now_s)
+    output.completed = freed.completed
     output.completed = freed.completed
     output.free_status, output.free_counts = freed.free_status, freed.free_counts
     output.events[:0] = [*freed.events, *live.pool.take_events()]

@@ -169,6 +169,7 @@ def wire_shape(live: LivePool) -> WireShape:
         hash_unit_tokens=live.config.hash_unit_tokens,
         num_blocks=live.config.num_blocks,
         enable_caching=live.config.enable_caching,
+        carries_tokens=live.identity.options.events_carry_tokens,
     )
 
 

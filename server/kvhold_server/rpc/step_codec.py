@@ -16,6 +16,7 @@ from kvhold_server.domain.errors import InvalidField, InvalidRequest
 from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.node.step_values import Invalidation, StepCommand
 from kvhold_server.pool.values import AdmitColumns, ExtendColumns, FreeColumns, LookupColumns, StepInput
+from kvhold_server.rpc.metadata_codec import decode_metadata
 
 MAX_INT32 = 2**31 - 1
 
@@ -39,6 +40,7 @@ class WireShape:
     hash_unit_tokens: int
     num_blocks: int
     enable_caching: bool
+    carries_tokens: bool
 
 
 def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits) -> StepCommand:
@@ -64,6 +66,8 @@ def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits
     if request.HasField("lookup"):
         items.lookup = decode_lookup(request.lookup, shape, limits)
         command.include_lookup_blocks = request.lookup.include_block_ids
+    if shape.carries_tokens:
+        command.annotated = decode_metadata(request, items)
     return command
 
 

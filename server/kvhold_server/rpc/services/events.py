@@ -13,11 +13,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvhold.v1 import event_pb2 as pb
 from kvhold.v1 import event_pb2_grpc
 from kvhold_server.domain.errors import InvalidField
+from kvhold_server.node.annotations import Annotation
 from kvhold_server.node.errors import TooManyWatchers
 from kvhold_server.node.event_log import ClearedAll, NumberedChange, RemovedRun, StoredRun
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.node.node import Node
 
+NOTHING_KNOWN = Annotation()
 MAX_EVENTS_IN_MESSAGE = 1024
 MAX_DIGESTS_IN_CHUNK = 4096
 MIN_HEARTBEAT_MS, MAX_HEARTBEAT_MS, DEFAULT_HEARTBEAT_MS = 100, 60_000, 5_000
@@ -117,6 +119,7 @@ def _chunks(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
 
 def encode_stored(run: StoredRun, live: LivePool) -> pb.BlocksStored:
     """A run of digests that can be hit."""
+    source = run.source or NOTHING_KNOWN
     return pb.BlocksStored(
         block_hashes=run.hashes,
         parent_block_hash=run.parent or b"",
@@ -126,6 +129,10 @@ def encode_stored(run: StoredRun, live: LivePool) -> pb.BlocksStored:
         block_indexes=run.indexes,
         block_ids=run.blocks,
         token_ids=run.token_ids,
+        extra_keys=run.extra_keys,
+        lora_id=source.lora_id,
+        lora_name=source.lora_name,
+        session_label=source.session_label,
     )
 
 
