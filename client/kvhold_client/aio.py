@@ -31,13 +31,13 @@ from kvhold.v1 import (
 )
 from kvhold_client.calls import CallSettings, typed_error
 from kvhold_client.codec import decode_capabilities, decode_plan, decode_session_info
-from kvhold_client.errors import KvholdError, ResumeRefused, SessionFenced, Unreachable
+from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.plan import Plan
 from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
 from kvhold_client.results import Capabilities, SessionInfo, StepReply
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session import MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
-from kvhold_client.session_core import Credentials, SessionCore
+from kvhold_client.session_core import Credentials, Resumption, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import decode_step
 from kvhold_client.step_outcome import StepOutcome
@@ -75,9 +75,13 @@ class AsyncClient:
 
     async def open_pool(self, request: PoolRequest) -> "AsyncPool":
         """Makes the pool or attaches to it."""
+        message = request.message()
+        response = await self._open_pool(message)
+        return AsyncPool(self, decode_pool(response.pool, response.outcome, response.recovery), opened_with=message)
+
+    async def _open_pool(self, message: pool_pb2.OpenPoolRequest) -> pool_pb2.OpenPoolResponse:
         stub = pool_pb2_grpc.PoolServiceStub(self._channel)
-        response = await _call(stub.OpenPool, request.message(), self._settings)
-        return AsyncPool(self, decode_pool(response.pool, response.outcome, response.recovery))
+        return await _call(stub.OpenPool, message, self._settings)
 
     async def get_pool(self, name: str) -> "AsyncPool":
         """Attaches to a pool that somebody opened. Raises PoolNotFound."""
@@ -107,9 +111,12 @@ class AsyncClient:
 class AsyncPool:
     """An open pool."""
 
-    def __init__(self, client: AsyncClient, info: PoolInfo) -> None:
+    def __init__(
+        self, client: AsyncClient, info: PoolInfo, opened_with: pool_pb2.OpenPoolRequest | None = None
+    ) -> None:
         self.info = info
         self._client = client
+        self._opened_with = opened_with
 
     @property
     def name(self) -> str:
@@ -131,7 +138,7 @@ class AsyncPool:
             request_id=uuid.uuid4().hex,
             pid=os.getpid(),
         )
-        session = AsyncSession(self._client, core, self.info.shape, on_lost)
+        session = AsyncSession(self._client, core, self.info.shape, on_lost, self._opened_with)
         await session._open()
         return session
 
@@ -145,7 +152,10 @@ class AsyncSession:
         core: SessionCore,
         shape: PoolShape,
         on_lost: Callable[[list[int]], None] | None,
+        opened_with: pool_pb2.OpenPoolRequest | None = None,
     ) -> None:
+        self._client = client
+        self._opened_with = opened_with
         self.shape = shape
         self.table = SequenceTable(shape)
         self.draining = False
@@ -216,8 +226,7 @@ class AsyncSession:
             pause = RETRY_PAUSE_S
             while True:
                 try:
-                    request = self._core.resume_request(self.table.held_sequences())
-                    took = self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
+                    took = await self._try_to_resume()
                     break
                 except KvholdError as error:
                     if isinstance(error, ResumeRefused | SessionFenced):
@@ -230,6 +239,16 @@ class AsyncSession:
             lost = self.table.lose(took.lost_sequence_ids) if took.daemon_restarted else []
             if lost and self._on_lost is not None:
                 self._on_lost([sequence.sequence_id for sequence in lost])
+
+    async def _try_to_resume(self) -> Resumption:
+        request = self._core.resume_request(self.table.held_sequences())
+        try:
+            return self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
+        except PoolNotFound:  # the daemon restarted, and nobody has opened the pool since
+            if self._opened_with is None:
+                raise
+            await self._client._open_pool(self._opened_with)
+            return self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
 
     async def _beats(self, used: Credentials) -> AsyncIterator[session_pb2.KeepAliveRequest]:
         beat = session_pb2.KeepAliveRequest(session_id=used.session_id, epoch=used.epoch)

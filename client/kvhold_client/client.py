@@ -79,8 +79,10 @@ class Client:
     # ------------------------------------------------------------------------------------------------------- pools
     def open_pool(self, request: PoolRequest) -> "Pool":
         """Makes the pool or attaches to it; never writes to its memory."""
-        response = call(self._pools.OpenPool, request.message(), self._settings)
-        return Pool(self, response.pool, decode_pool(response.pool, response.outcome, response.recovery))
+        message = request.message()
+        response = call(self._pools.OpenPool, message, self._settings)
+        info = decode_pool(response.pool, response.outcome, response.recovery)
+        return Pool(self, response.pool, info, opened_with=message)
 
     def get_pool(self, name: str) -> "Pool":
         """Attaches to a pool that somebody opened. Raises PoolNotFound."""
@@ -133,10 +135,17 @@ def _hang_up(channel: grpc.Channel, sessions: "weakref.WeakSet[Session]") -> Non
 class Pool:
     """An open pool. Made by `Client.open_pool` and `Client.get_pool`."""
 
-    def __init__(self, client: Client, message: pool_pb2.Pool, info: PoolInfo) -> None:
+    def __init__(
+        self,
+        client: Client,
+        message: pool_pb2.Pool,
+        info: PoolInfo,
+        opened_with: pool_pb2.OpenPoolRequest | None = None,
+    ) -> None:
         self.info = info
         self._client = client
         self._message = message
+        self._opened_with = opened_with
         self._blocks = block_pb2_grpc.BlockServiceStub(client._channel)
 
     @property
@@ -162,8 +171,9 @@ class Pool:
         `local_transport`: send steps as frames over a second unix socket where the daemon offers one and we reach it;
         otherwise, and for everything else, gRPC.
 
-        `on_lost` is called with the ids of sequences that a restarted daemon could not give back, from whichever thread
-        noticed; they must be preempted. They are also marked LOST in the session's table.
+        If the daemon restarts, the session reopens the pool, provided that this object came from `open_pool`, and
+        re-asserts what it holds. `on_lost` is called with the ids of sequences that could not be given back, from
+        whichever thread noticed; they must be preempted. They are also marked LOST in the session's table.
         """
         client = self._client
         name = client_name or f"pid-{os.getpid()}"
@@ -175,9 +185,14 @@ class Pool:
             pid=os.getpid(),
             local=local_transport,
         )
-        session = Session(client._channel, core, self.info.shape, client._settings, on_lost)
+        reopen = self._reopen if self._opened_with is not None else None
+        session = Session(client._channel, core, self.info.shape, client._settings, on_lost, reopen)
         client._open_sessions.add(session)
         return session
+
+    def _reopen(self) -> None:
+        """After a daemon's restart: opens the pool as it was opened, so that its sessions can be resumed."""
+        call(self._client._pools.OpenPool, self._opened_with, self._client._settings)
 
     def map_rank(
         self,

@@ -75,7 +75,7 @@ class LocalDaemon:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=daemon_environment()
             )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(self.socket_path):
+        while not socket_answers(self.socket_path):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join(self.log.splitlines()[-LOG_TAIL_LINES:])
                 self.stop()
@@ -127,7 +127,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(path: Path) -> bool:
+def socket_answers(path: Path) -> bool:
+    """Does somebody listen there? A socket file alone says nothing: a killed daemon leaves it behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

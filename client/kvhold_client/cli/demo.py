@@ -66,7 +66,7 @@ def _replay(args: argparse.Namespace, console: Console, daemon: LocalDaemon) -> 
 
 def _replay_flags(args: argparse.Namespace) -> list[str]:
     trace = args.trace or (PUBLIC_TRACE if PUBLIC_TRACE.exists() else OWN_TRACE)
-    flags = [str(trace), "--kill-one-after", "3", "--step-ms", "15"]
+    flags = [str(trace), "--kill-one-after", "3", "--step-ms", "10", "--live", "5"]
     flags += ["--memory", args.memory] if args.memory else []
     return flags + (list(PUBLIC_SLICE) if trace == PUBLIC_TRACE else [])
 

@@ -18,7 +18,7 @@ from kvhold_client.cli.exits import OK, UsageError
 from kvhold_client.cli.plan_tables import print_plan
 from kvhold_client.cli.units import parse_bytes
 from kvhold_client.client import Client
-from kvhold_client.local_daemon import LocalDaemon
+from kvhold_client.local_daemon import LocalDaemon, socket_answers
 from kvhold_client.models import GIB, MODELS, model_plan_request
 from kvhold_client.plan import Plan
 
@@ -97,7 +97,7 @@ SOURCES: dict[str, Callable[[argparse.Namespace], tuple[str, plan_pb2.PlanReques
 
 def plan_somewhere(request: plan_pb2.PlanRequest, args: argparse.Namespace) -> Plan:
     """By the daemon that is named or there, else by a temporary one."""
-    if args.target_given or Path(args.target.removeprefix("unix:")).exists():
+    if args.target_given or socket_answers(Path(args.target.removeprefix("unix:"))):
         with Client(args.target, timeout_s=args.timeout) as client:
             return client.plan(request)
     with LocalDaemon("--backend", "fake") as daemon, Client(daemon.target, timeout_s=args.timeout) as client:

@@ -1,0 +1,110 @@
+"""The daemon is killed and started again: sessions go on by themselves, caches are warm, what is lost is said."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from kvhold_client.aio import AsyncClient
+from kvhold_client.client import Client
+from kvhold_client.errors import Unreachable
+from kvhold_client.local_daemon import LocalDaemon
+from kvhold_client.pools import PoolRequest
+from kvhold_client.replay.stamps import Stamper
+from tests.e2e.conftest import tiny_plan
+
+NUM_TOKENS = 165
+HASHES = hashlib.shake_256(b"prompt").digest(10 * 32)
+DIGESTS = [HASHES[i : i + 32] for i in range(0, len(HASHES), 32)]
+
+
+@pytest.fixture
+def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> "LocalDaemon":
+    pytest.importorskip("prometheus_client")
+    return LocalDaemon("--grace-period-s", "8", directory=tmp_path_factory.mktemp("d"))
+
+
+def test_a_session_outlives_its_daemon(own_daemon: LocalDaemon) -> None:
+    with own_daemon, Client(own_daemon.target) as client:
+        pool = client.open_pool(PoolRequest(name="warm", plan=tiny_plan(64), model="tiny"))
+        lost: list[list[int]] = []
+        session = pool.open_session(on_lost=lost.append)
+        memory = pool.map_rank(0, session=session, library="numpy")
+        stamper = Stamper(memory)
+        session.begin_step()
+        first = session.table.new_sequence(1, HASHES)
+        session.table.admit(first, num_tokens=NUM_TOKENS)
+        (admission,) = session.table.flush().admitted
+        assert admission.hit_tokens == 0
+        stamper.write(0, first.tables[0][:10], DIGESTS)
+        session.idle()
+        epoch = session.epoch
+
+        own_daemon.kill()
+        own_daemon.start()
+
+        session.begin_step()
+        second = session.table.new_sequence(2, HASHES)
+        session.table.admit(second, num_tokens=NUM_TOKENS)
+        (admission,) = session.table.flush().admitted
+        assert session.epoch > epoch
+        assert not lost
+        assert admission.hit_tokens == 160, "what was published and complete is still cached"
+        assert second.tables[0][:10] == first.tables[0][:10], "and it is the same blocks, which we still hold"
+        assert stamper.wrong_blocks(0, second.tables[0][:10], DIGESTS) == []
+        assert pool.status().counts.num_held_blocks == 12
+        session.table.finish(first)
+        session.table.finish(second)
+        session.idle()
+        assert pool.status().counts.num_held_blocks == 0
+        session.close()
+        del stamper
+        memory.unmap()
+        client.delete_pool("warm", force=True)
+
+
+def test_an_asyncio_session_outlives_its_daemon_too(own_daemon: LocalDaemon) -> None:
+    async def scenario() -> "tuple[int, int]":
+        async with AsyncClient(own_daemon.target) as client:
+            pool = await client.open_pool(PoolRequest(name="warm-aio", plan=tiny_plan(64), model="tiny"))
+            async with await pool.open_session() as session:
+                session.begin_step()
+                session.table.admit(session.table.new_sequence(1, HASHES), num_tokens=NUM_TOKENS)
+                await session.flush()
+                await session.idle()
+                await asyncio.to_thread(own_daemon.kill)
+                await asyncio.to_thread(own_daemon.start)
+                session.begin_step()
+                session.table.admit(session.table.new_sequence(2, HASHES), num_tokens=NUM_TOKENS)
+                (admission,) = (await session.flush()).admitted
+                return admission.hit_tokens, session.epoch
+
+    with own_daemon:
+        hit_tokens, epoch = asyncio.run(scenario())
+        with Client(own_daemon.target) as client:
+            client.delete_pool("warm-aio", force=True)
+    assert hit_tokens == 160
+    assert epoch > 1
+
+
+def test_a_daemon_that_stays_away_is_reported_as_unreachable_not_as_lost_data(own_daemon: LocalDaemon) -> None:
+    """Steps that cannot be sent say so; nothing of the mirror is thrown away."""
+    own_daemon._flags = ("--grace-period-s", "1")
+    with own_daemon:
+        client = Client(own_daemon.target, timeout_s=2.0)
+        pool = client.open_pool(PoolRequest(name="away", plan=tiny_plan(64), model="tiny"))
+        session = pool.open_session()
+        session.begin_step()
+        sequence = session.table.new_sequence(1, HASHES)
+        session.table.admit(sequence, num_tokens=NUM_TOKENS)
+        session.table.flush()
+        own_daemon.kill()
+        session.begin_step()
+        session.table.extend(sequence, slots_needed=200, processed_tokens=170)
+        with pytest.raises(Unreachable):
+            session.table.flush()
+        assert len(sequence.tables[0]) == 11
+        own_daemon.start()
+        session.close()
+        client.delete_pool("away", force=True)
+        client.close()
