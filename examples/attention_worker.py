@@ -105,10 +105,10 @@ class Engine:
         self._hashes = PrefixHasher(block_size_tokens=BLOCK_SIZE_TOKENS).sequence()
         self.sequence: Sequence = self.session.table.new_sequence(1, b"".join(self._hashes.extend(tokens)))
 
-    def admit(self, max_new_tokens: int = 0) -> int:
+    def admit(self, **caps: int) -> int:
         """Returns the hit; the granted rest is computed."""
         self.session.begin_step()
-        self.session.table.admit(self.sequence, num_tokens=len(self.tokens), max_new_tokens=max_new_tokens)
+        self.session.table.admit(self.sequence, num_tokens=len(self.tokens), **caps)
         (admission,) = self.session.table.flush().admitted
         self.cache = tiny.PagedCache(self.region, self.sequence.tables, BLOCK_SIZE_TOKENS)
         self.num_computed = admission.hit_tokens
