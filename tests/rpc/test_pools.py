@@ -1,9 +1,13 @@
 """PoolService over a real socket: opening, attaching, what must agree, memory, deletion."""
 
 import asyncio
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import grpc
+import pytest
 
 from kvhold.v1 import pool_pb2 as pb
 from tests.rpc.harness import RunningDaemon, llama, refused, running, simulated
@@ -86,6 +90,45 @@ async def test_second_rank_that_fails_gives_the_first_back(short_dir: Path) -> N
         refusal = await refused(daemon.pools.OpenPool(request(plan=llama(8 << 20, num_ranks=2), options=options)))
         assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not daemon.daemon.backends["fake"].usage().holdings
+
+
+@pytest.mark.parametrize("slow", ["reserve", "make"])
+async def test_a_caller_that_hangs_up_leaves_a_whole_pool_or_none(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """DMN-*: abort at any point of OpenPool leaks nothing; whoever asks next attaches."""
+    owner, name = (daemon.daemon.backends["fake"], "reserve") if slow == "reserve" else (daemon.node, "make_pool")
+    original, begun = getattr(owner, name), threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, slowly)
+    call = daemon.pools.OpenPool(request())
+    await asyncio.to_thread(begun.wait)
+    call.cancel()
+    refusal = await refused(daemon.pools.OpenPool(request()))
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "POOL_BUSY")
+    await daemon.until(lambda: bool(daemon.node.pools))
+    assert (await daemon.pools.OpenPool(request())).outcome == ATTACHED
+    assert len(daemon.daemon.backends["fake"].usage().holdings) == 1
+    await daemon.pools.DeletePool(pb.DeletePoolRequest(name="llama"))
+    assert not daemon.daemon.backends["fake"].usage().holdings
+
+
+async def test_a_pool_that_cannot_be_made_gives_its_memory_back(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(daemon.node, "make_pool", broken)
+    assert (await refused(daemon.pools.OpenPool(request()))).reason == "UNEXPECTED_FAULT"
+    assert not daemon.daemon.backends["fake"].usage().holdings
+    monkeypatch.undo()
+    assert (await daemon.pools.OpenPool(request())).outcome == FRESH
 
 
 async def test_export_names_the_region_and_its_bounds(short_dir: Path) -> None:

@@ -1,8 +1,10 @@
 """PoolService. Slow work (planning, memory) runs in threads between the node's two phases; see node/opening.py."""
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvhold.v1 import plan_pb2, pool_pb2_grpc
 from kvhold.v1 import pool_pb2 as pb
@@ -27,6 +29,7 @@ from kvhold_server.rpc.pool_codec import (
 )
 from kvhold_server.rpc.regions import RegionKeeper
 
+Result = TypeVar("Result")
 OUTCOMES = {"recovered": pb.OPEN_POOL_OUTCOME_RECOVERED, "fresh": pb.OPEN_POOL_OUTCOME_FRESH}
 
 
@@ -37,6 +40,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
         self._node = node
         self._keeper = keeper
         self._fd_channel = fd_channel
+        self._going_on: set[asyncio.Task[Any]] = set()
 
     async def OpenPool(self, request: pb.OpenPoolRequest, context: Any) -> pb.OpenPoolResponse:
         node = self._node
@@ -44,7 +48,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
         command = decode_open_pool(request, plan, node.default_backend, node.limits)
         command = replace(command, message=request.SerializeToString())
         begun = node.begin_open_pool(command)
-        opened = await self._make(begun) if isinstance(begun, Opening) else begun
+        opened = await self._to_its_end(self._make(begun)) if isinstance(begun, Opening) else begun
         return self._opened(opened)
 
     async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
@@ -61,10 +65,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
             return pb.DeletePoolResponse(boot_id=self._node.boot_id)
         if self._fd_channel is not None:
             self._fd_channel.tokens.drop_pool(live.name)
-        try:
-            await self._keeper.release(live.identity.options.backend, live.regions)
-        finally:
-            self._node.finish_delete_pool(live)
+        await self._to_its_end(self._release_deleted(live))
         return pb.DeletePoolResponse(boot_id=self._node.boot_id, freed_bytes=live.size_bytes)
 
     async def ExportMemory(self, request: pb.ExportMemoryRequest, context: Any) -> pb.ExportMemoryResponse:
@@ -114,7 +115,7 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
 
     # --------------------------------------------------------------- private
     async def _make(self, opening: Opening) -> OpenedPool:
-        """The slow middle of opening. A caller that hangs up undoes it like a failure does."""
+        """The slow middle of opening. Any failure gives back what was had, then the name."""
         command = opening.command
         regions: tuple[Region, ...] = ()
         try:
@@ -123,10 +124,24 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
             regions = await self._keeper.reserve(command.options.backend, opening.requests, command.memory_wait_s)
             made = await in_thread(partial(self._node.make_pool, opening, regions))
         except BaseException:
-            self._node.abort_open_pool(opening)
             await self._keeper.release(command.options.backend, regions)
+            self._node.abort_open_pool(opening)
             raise
         return self._node.finish_open_pool(opening, regions, made)
+
+    async def _release_deleted(self, live: LivePool) -> None:
+        """The name is free again when the memory is."""
+        try:
+            await self._keeper.release(live.identity.options.backend, live.regions)
+        finally:
+            self._node.finish_delete_pool(live)
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Awaits work that goes on even if the caller hangs up: it is idempotent, half of it would not be."""
+        task = asyncio.ensure_future(work)
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
+        return await asyncio.shield(task)
 
     def _opened(self, opened: OpenedPool) -> pb.OpenPoolResponse:
         recovery = opened.recovery
