@@ -170,6 +170,30 @@ class PlanWarning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupingOption:
+    """One way to group and lay out a model, and what it gives."""
+
+    description: str
+    layout: Layout
+    num_groups: int
+    grid_tokens: int  # all groups' blocks end together at its multiples
+    request_bytes: int  # of one longest request on the rank with the largest block
+    max_model_len_tokens: int
+    capacity_tokens: int
+    max_concurrency: float
+    verdict: str  # why it was chosen, or why not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupingChoice:
+    """What the compact strategy decided between."""
+
+    chosen: GroupingOption
+    runners_up: tuple[GroupingOption, ...]  # best first
+    num_considered: int  # options compared, most of them by formula only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The answer of a planner. Ranks with the same layers and memory share one RankPlan object."""
 
@@ -189,6 +213,7 @@ class Plan:
     layer_costs: tuple[LayerCost, ...]  # one per layer spec of the request, in its order
     warnings: tuple[PlanWarning, ...]
     fingerprint: str  # sha256 hex of what must match to attach (see domain/fingerprint.py)
+    choice: GroupingChoice | None = None  # of the compact strategy
 
     @property
     def num_blocks(self) -> int:

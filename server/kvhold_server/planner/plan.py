@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from kvhold_server.domain.plan import Plan, Strategy
+from kvhold_server.planner.compact import plan_compact
 from kvhold_server.planner.legacy import plan_legacy
 from kvhold_server.planner.modern import plan_modern
 from kvhold_server.planner.request import PlanRequest
@@ -10,6 +11,7 @@ from kvhold_server.planner.request import PlanRequest
 STRATEGIES: Mapping[Strategy, Callable[[PlanRequest], Plan]] = {
     Strategy.MODERN: plan_modern,
     Strategy.LEGACY: plan_legacy,
+    Strategy.COMPACT: plan_compact,
 }
 
 

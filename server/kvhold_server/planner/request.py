@@ -61,6 +61,15 @@ class DraftPool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompactBounds:
+    """What the compact strategy may do to waste less."""
+
+    max_num_groups: int | None = None  # block tables per request; None: 12, or modern's where only that holds as much
+    max_block_size_tokens: int | None = None  # no block is made larger than that; None: no bound but a request
+    keep_layout: bool = False  # L and B stay in the order asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
     """The engine's settings. Units and meanings of zero are those of the wire's PlannerConfig."""
 
@@ -88,6 +97,7 @@ class PlannerConfig:
     speculation: Speculation | None = None
     hisparse: Hisparse | None = None
     draft_pool: DraftPool = field(default_factory=DraftPool)
+    compact: CompactBounds = field(default_factory=CompactBounds)
 
     @property
     def max_in_flight_tokens(self) -> int:
