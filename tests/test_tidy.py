@@ -30,7 +30,7 @@ LEVELS: tuple[set[str], ...] = (
     {"domain"},
     {"planner", "pool", "sessions", "memory"},
     {"node"},
-    {"config", "http"},
+    {"config", "http", "exposition"},
     {"backends", "logs", "metrics"},
     {"rpc", "observe"},
     {"pages"},

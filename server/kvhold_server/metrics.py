@@ -1,17 +1,16 @@
 """/metrics: a snapshot taken at once (microseconds), rendered family by family, so that a scrape delays no step.
 
-    Node ──take_snapshot──▶ Snapshot ──SnapshotCollector──▶ families ──prometheus_client──▶ parts of text
+    Node ──take_snapshot──▶ Snapshot ──SnapshotCollector──▶ families ──exposition.py──▶ parts of text
 
 Nothing is counted here: numbers come from the pool, the session table and the shell's telemetry, where the truth is.
 There is no registry. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as WireExemplar
 
@@ -22,7 +21,6 @@ from kvhold_server.pool.values import Counts, PrefixStatistics
 from kvhold_server.sessions.lease import SessionState
 
 PREFIX = "kvhold_"
-END = b"# EOF\n"  # of OpenMetrics
 SESSION_STATES = ("live", "grace", "quarantined")
 
 
@@ -258,35 +256,3 @@ def cumulated(histogram: Histogram, exemplars: Mapping[int, Exemplar] | None = N
             wire = WireExemplar({"trace_id": known.trace_id}, known.value, known.at_s)
             found.append((bound, float(running), wire))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class OneFamily:
-    """What an encoder takes for a registry: a single family."""
-
-    family: Metric
-
-    def collect(self) -> tuple[Metric, ...]:
-        return (self.family,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exposition:
-    """A scrape's answer in parts, one family each, made as they are taken: others may run in between."""
-
-    content_type: str
-    parts: Iterator[bytes]
-
-
-def expose(collectors: Iterable[Collector], accept: str) -> Exposition:
-    """In the format that the scraper accepts."""
-    encode, content_type = choose_encoder(accept)
-    is_open = content_type.startswith("application/openmetrics-text")
-    return Exposition(content_type=content_type, parts=_parts(collectors, encode, END if is_open else b""))
-
-
-def _parts(collectors: Iterable[Collector], encode: Callable[[OneFamily], bytes], end: bytes) -> Iterator[bytes]:
-    for collector in collectors:
-        for family in collector.collect():
-            yield encode(OneFamily(family)).removesuffix(END)
-    yield end

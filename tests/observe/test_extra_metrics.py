@@ -2,7 +2,8 @@
 
 import random
 
-from kvhold_server.metrics import SnapshotCollector, expose
+from kvhold_server.exposition import expose, join
+from kvhold_server.metrics import SnapshotCollector
 from kvhold_server.node.telemetry import Telemetry
 from kvhold_server.observe.extra_metrics import MAX_TENANT_SERIES, OTHER_TENANTS, ViewCollector, tenant_blocks
 from kvhold_server.observe.view import DeviceView, NodeView, ResidencyHistograms
@@ -12,7 +13,7 @@ from tests.observe.views import node_view, pool_view, session_view
 
 def exposed(view: NodeView, accept: str = "") -> str:
     collectors = (SnapshotCollector(view.snapshot), ViewCollector(view))
-    return b"".join(expose(collectors, accept).parts).decode()
+    return join(expose(collectors, accept)).decode()
 
 
 def series(view: NodeView) -> set[str]:

@@ -1,8 +1,7 @@
 """What the metrics listener serves: the node page, /metrics, the same picture as JSON, probes for HTTP.
 
-A scrape costs the event loop a snapshot, and then one family at a time: between two, waiting steps run. (A thread would
-hold the interpreter's lock for up to 5 ms at a time; a family takes a fraction of one.) Scrapes within CACHE_S share
-one.
+A scrape costs the event loop a snapshot, and then a few lines at a time: between two parts, waiting steps run. (A
+thread would hold the interpreter's lock for up to 5 ms at a time.) Scrapes within CACHE_S share one answer.
 """
 
 import asyncio
@@ -11,8 +10,9 @@ import json
 import time
 from urllib.parse import parse_qsl
 
+from kvhold_server.exposition import expose
 from kvhold_server.http import HttpHandler, HttpReply, HttpRequest
-from kvhold_server.metrics import SnapshotCollector, expose
+from kvhold_server.metrics import SnapshotCollector
 from kvhold_server.node.node import Node
 from kvhold_server.observe.block_map import BlockMap, draw_map, find
 from kvhold_server.observe.event_tail import event_lines
@@ -29,11 +29,11 @@ HTML, JSON = "text/html; charset=utf-8", "application/json"
 async def render_in_slices(view: NodeView, accept: str) -> HttpReply:
     """The exposition in the format that the scraper accepts."""
     exposition = expose((SnapshotCollector(view.snapshot), ViewCollector(view)), accept)
-    parts: list[bytes] = []
+    parts: list[str] = []
     for part in exposition.parts:
         parts.append(part)
         await asyncio.sleep(0)
-    return HttpReply(content_type=exposition.content_type, body=b"".join(parts))
+    return HttpReply(content_type=exposition.content_type, body="".join(parts).encode())
 
 
 class Observatory:
