@@ -62,7 +62,7 @@ def run(job: Job) -> int:
 
     with Client(job.target) as client:
         pool = _get_pool(client, job.pool)
-        with pool.open_session(client_name=job.name) as session:
+        with pool.open_session(client_name=job.name, local_transport=job.slot % 2 == 0) as session:
             forward = Forward(
                 Stamper(pool.map_rank(0, session=session, library="numpy")), session.shape, counters, job.slot
             )

@@ -22,7 +22,7 @@ from pathlib import Path
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import MemoryBackend, Region
-from kvhold_server.memory.block_table import BlockTable
+from kvhold_server.memory.block_table import BlockTable, garbage_collection_paused
 from kvhold_server.memory.block_table_header import TableIdentity, identity_digest
 from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
@@ -112,7 +112,8 @@ class WarmRestart:
         found = table.scan()
         pool = Pool(opening.config)
         recorded = Completed(blocks=found.blocks, groups=found.groups, hashes=found.hashes, key_tokens=found.key_tokens)
-        refused = restore_cached(pool, recorded, found.order)
+        with garbage_collection_paused():
+            refused = restore_cached(pool, recorded, found.order)
         table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
         table.mark_clean(False)
         journal = _journal(command, pool, table, backend, regions)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvhold_server.domain.errors import PreconditionFailed
+from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import Origin, PoolSession
@@ -63,31 +64,56 @@ def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[in
     store, config = pool.store, pool.config
     assert store.free.count == config.num_blocks - 1 - config.num_reserved_low_blocks and not store.num_cached
     first, end = 1 + config.num_reserved_low_blocks, config.num_blocks
-    origins = [Origin(group, _RECOVERED, 0) for group in range(len(config.groups))]
-    for origin in origins:
-        origin.is_public = True
-    cacheable = [config.enable_caching and group.prefix_cacheable for group in config.groups]
-    key_of, origin_of, key_tokens = store.key_of, store.origin_of, store.key_tokens
-    refused = []
-    for block, group, key, tokens in zip(
-        recorded.blocks, recorded.groups, recorded.hashes, recorded.key_tokens, strict=True
-    ):
-        if not (first <= block < end and group < len(origins) and cacheable[group]) or key_of[block] is not None:
-            refused.append(block)
+    num_groups = len(config.groups)
+    refused: list[int] = []
+    for group in set(recorded.groups):
+        rows = _rows_of(recorded, group)
+        fits = group < num_groups and config.enable_caching and config.groups[group].prefix_cacheable
+        if fits and first <= min(rows[0]) and max(rows[0]) < end:
+            _publish(store, group, *rows)
             continue
-        other = store.index[group].setdefault(key, block)
-        if other != block:
-            store.copies[group].setdefault(key, [other]).append(block)
-        key_of[block] = key
-        origin_of[block] = origins[group]
-        key_tokens[block] = tokens
-    cached = [block for block in order if first <= block < end and key_of[block] is not None]
-    plain = [block for block in range(first, end) if key_of[block] is None]
-    store.free.refill(plain, cached)
+        fitting = [i for i, block in enumerate(rows[0]) if fits and first <= block < end]
+        refused += [block for block in rows[0] if not (fits and first <= block < end)]
+        if fitting:
+            blocks, hashes, tokens = rows
+            _publish(
+                store, group, [blocks[i] for i in fitting], [hashes[i] for i in fitting], [tokens[i] for i in fitting]
+            )
+    key_of = store.key_of
+    cached = [block for block in order if block < end and key_of[block] is not None] if refused else order
+    store.free.refill([block for block in range(first, end) if key_of[block] is None], cached)
     store.num_cached = len(cached)
     store.has_others = True
     store.version += 1
     return refused
+
+
+def _rows_of(recorded: Completed, group: int) -> tuple[list[int], list[bytes], list[int]]:
+    """Blocks, hashes and tokens of one group; the columns themselves where there is no other."""
+    columns = recorded.blocks, recorded.hashes, recorded.key_tokens
+    if recorded.groups.count(group) == len(recorded.groups):
+        return columns
+    own = [i for i, of in enumerate(recorded.groups) if of == group]
+    return [columns[0][i] for i in own], [columns[1][i] for i in own], [columns[2][i] for i in own]
+
+
+def _publish(store: BlockStore, group: int, blocks: list[int], hashes: list[bytes], key_tokens: list[int]) -> None:
+    """Gives blocks their hashes, visible to everybody. There may be a million: no object for each here."""
+    origin = Origin(group, _RECOVERED, 0)
+    origin.is_public = True
+    key_of, origin_of = store.key_of, store.origin_of
+    for block, key in zip(blocks, hashes, strict=True):
+        key_of[block] = key
+        origin_of[block] = origin
+    for block, tokens in zip(blocks, key_tokens, strict=True):
+        store.key_tokens[block] = tokens
+    index = store.index[group]
+    index.update(zip(reversed(hashes), reversed(blocks), strict=True))  # of several blocks the first one counts
+    if len(index) < len(blocks):
+        copies: dict[bytes, list[int]] = {}
+        for block, key in zip(blocks, hashes, strict=True):
+            copies.setdefault(key, []).append(block)
+        store.copies[group].update((key, alike) for key, alike in copies.items() if len(alike) > 1)
 
 
 def reassert(pool: Pool, session: int, held: Iterable[HeldSequence]) -> Reasserted:

@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_server.domain.errors import KvholdError, PreconditionFailed
+from kvhold_server.node.recovering import PoolRecovering
 from kvhold_server.node.telemetry import MethodStats, Telemetry
 from kvhold_server.rpc.interceptors import MalformedMessage, MessageTooLarge, UnexpectedFault
 from kvhold_server.rpc.services.blocks import BlockService
@@ -219,7 +220,8 @@ class Connection:
             end = at + LENGTH_BYTES + length
             if end > size:
                 break
-            self._frame(kind, bytes(data[at + HEADER.size : end]))
+            if not self._frame(kind, bytes(data[at + HEADER.size : end])):
+                break
             at = end
         return at
 
@@ -228,23 +230,38 @@ class Connection:
         self._fail(MessageTooLarge(length, self._transport.max_message_bytes))
         self.close()
 
-    def _frame(self, kind: int, payload: bytes) -> None:
+    def _frame(self, kind: int, payload: bytes) -> bool:
+        """Answers one frame; False: it has to wait, and everything behind it."""
         if self._session_id is None:
             self._hello(kind, payload)
-            return
+            return True
         method = self._transport.methods.get(kind)
         if method is None:
             self._fail(MalformedMessage("frame", f"no method {kind}"))
-            return
+            return True
         begun, stats = perf_counter(), method.stats
         try:
             reply = method.answer(self._decoded(method, payload))
+        except PoolRecovering as error:
+            self._pause(error.retry_after_s)
+            return False
         except Exception as error:
             code = self._fail(self._typed(error, method))
             stats.finished(code, perf_counter() - begun)
-            return
+            return True
         self._send(OK, reply.SerializeToString())
         stats.finished("OK", perf_counter() - begun)
+        return True
+
+    def _pause(self, seconds: float) -> None:
+        """After a restart, what allocates waits until all sessions have said what they hold: a pause, no error."""
+        self._loop.remove_reader(self._peer)
+        self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._peer.fileno() >= 0:
+            self._loop.add_reader(self._peer, self._readable)
+            del self._received[: self._take_frames(self._received)]
 
     def _hello(self, kind: int, token: bytes) -> None:
         session_id = self._transport.tokens.redeem(token) if kind == HELLO else None
