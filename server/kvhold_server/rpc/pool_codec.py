@@ -274,6 +274,36 @@ def _encode_options(options: PoolOptions) -> pb.PoolOptions:
         events_carry_tokens=options.events_carry_tokens,
         shared_prefix_checkpoint=options.shared_prefix_checkpoint,
         verify_checksums=options.verify_checksums,
+        overrides=_encode_overrides(options.overrides),
+    )
+
+
+def _encode_overrides(overrides: PoolOverrides) -> pb.PoolOverrides | None:
+    """What replaces the plan's values: a client that mirrors block tables needs the groups. Absent where nothing does."""
+    if overrides == PoolOverrides():
+        return None
+    return pb.PoolOverrides(
+        scheduler_block_size_tokens=overrides.scheduler_block_size_tokens,
+        hash_block_size_tokens=overrides.hash_block_size_tokens,
+        max_in_flight_tokens=overrides.max_in_flight_tokens,
+        max_model_len_tokens=overrides.max_model_len_tokens,
+        groups=[_encode_group_override(group) for group in overrides.groups],
+        num_blocks=overrides.num_blocks,
+        num_retained_boundary_units=overrides.num_retained_boundary_units,
+    )
+
+
+def _encode_group_override(group: GroupConfig) -> pb.GroupOverride:
+    return pb.GroupOverride(
+        kind=group.kind.value,
+        block_size_tokens=group.block_size_tokens,
+        sliding_window_tokens=group.window_tokens,
+        extra_retained_tokens=group.extra_retained_tokens,
+        attention_chunk_size_tokens=group.chunk_tokens,
+        mamba_cache_mode=group.mamba_mode.value,
+        num_speculative_blocks=group.num_speculative_blocks,
+        num_prefill_checkpoint_blocks=group.num_checkpoint_blocks,
+        prefill_checkpoint_alignment_tokens=group.checkpoint_alignment_tokens,
     )
 
 
