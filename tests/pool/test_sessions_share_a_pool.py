@@ -136,6 +136,19 @@ def test_fences_are_made_from_what_a_single_session_freed_before_a_second_came()
     assert not pool.store.tracking, "nothing to decide with one session"
 
 
+def test_r8_an_idle_engine_says_that_its_empty_step_is_complete_at_once() -> None:
+    """R8: the last blocks and the last frees reach everybody without another step."""
+    pool = make_pool(5, report_completed=True)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    ann.admit(1, "P", 16)
+    items = StepInput(step=2, completed_step=2)
+    items.free.sequence_ids = [1]
+    output = pool.step(ann.session, items)
+    assert output.completed is not None and output.completed.hashes == [b"P0", b"P1", b"P2", b"P3"]
+    assert pool.available(bob.session) == 4 and bob.hit("P", 17) == 16
+    pool.check_invariants()
+
+
 def test_walking_past_fenced_blocks_keeps_their_places() -> None:
     pool = make_pool(9)
     ann, bob = Scheduler(pool), Scheduler(pool)
@@ -265,6 +278,8 @@ def test_a_step_shares_one_budget_and_says_what_stopped_it() -> None:
     assert output.admit_new_tokens == [8, 8, 0]
     assert output.admit_bound[:2] == [Bound.NONE, Bound.ALIGNMENT]
     assert output.admit_counts == [2, 4 - 2, 0]
+    output = pool.step(ann.session, StepInput(step=2, completed_step=1, token_budget=0, admit=columns))
+    assert output.admit_bound[0] == Bound.BUDGET and output.admit_status == [Status.NOT_TRIED] * 3
     again = AdmitColumns(sequence_ids=[3], num_tokens=[8], hash_counts=[-1])
     output = pool.step(ann.session, StepInput(step=3, completed_step=2, token_budget=18, admit=again))
     assert output.admit_status == [Status.OK], "its hashes were remembered"

@@ -34,6 +34,7 @@ from kvhold_server.pool.tenure import Tenures
 from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import (
     Admitted,
+    Bound,
     Cleared,
     Completed,
     Counts,
@@ -136,6 +137,8 @@ class Pool:
             self._step_lookup(turn, items)
         turn.output = StepOutput()
         output.copies.sort(key=lambda copy: copy.group)
+        if items.completed_step >= owner.step:
+            output.completed = self.tenures.complete(owner, owner.step).after(output.completed)
         output.events = self.take_events()
         return output
 
@@ -280,7 +283,8 @@ class Pool:
                 self._remember(turn.owner, item.sequence_id, item.hashes)
             status = answer.status if answer else Status.ERROR if ("admit", i) in output.errors else Status.NOT_TRIED
             output.admit_status.append(status)
-            output.admit_bound.append(answer.bound if answer else 0)
+            is_spent = may_admit and budget <= 0
+            output.admit_bound.append(answer.bound if answer else Bound.BUDGET if is_spent else Bound.NONE)
             output.admit_hit_tokens.append(answer.hit_tokens if answer else 0)
             output.admit_own_hit_tokens.append(answer.own_hit_tokens if answer else 0)
             output.admit_new_tokens.append(answer.new_tokens if answer else 0)

@@ -9,6 +9,8 @@ set have equal length otherwise. Hashes of all items are one flat list, cut by `
     hashes         [h0, h1, k0]       7 gains h0 h1, 9 gains k0
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
@@ -111,7 +113,7 @@ class StepInput:
     """One scheduler step, applied in the order of its fields: complete, free, extend, admit, lookup."""
 
     step: int
-    completed_step: int = 0
+    completed_step: int = 0  # may be this very step if it launches nothing: then it is complete once it is applied
     token_budget: int = 0  # of admit
     max_admissions: int = 2**31 - 1
     free: FreeColumns = field(default_factory=FreeColumns)
@@ -191,6 +193,17 @@ class Completed:
     blocks: list[int]
     hashes: list[bytes]
     key_tokens: list[int]  # length of the prefix that the hash stands for
+
+    def after(self, earlier: Completed | None) -> Completed:
+        """Both, the earlier one first."""
+        if earlier is None:
+            return self
+        return Completed(
+            groups=earlier.groups + self.groups,
+            blocks=earlier.blocks + self.blocks,
+            hashes=earlier.hashes + self.hashes,
+            key_tokens=earlier.key_tokens + self.key_tokens,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
