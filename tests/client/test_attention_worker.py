@@ -118,6 +118,7 @@ def test_a_changed_byte_in_any_kind_of_layer_changes_the_answer(export: RegionEx
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # four processes that import torch
 @pytest.mark.parametrize(("layout", "backend"), [("LBNHC", "posix_shm"), ("BLHNC", "memfd")])
 def test_a_successor_of_a_killed_writer_goes_on_with_identical_logits(
     repo_dir: Path, layout: str, backend: str
@@ -125,7 +126,7 @@ def test_a_successor_of_a_killed_writer_goes_on_with_identical_logits(
     path = os.pathsep.join(str(repo_dir / part) for part in ("proto", "server", "client"))
     command = [sys.executable, str(EXAMPLES / "attention_worker.py"), "--layout", layout, "--backend", backend]
     environment = {**os.environ, "PYTHONPATH": path}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert run.returncode == 0, run.stderr
     assert "successor  hit 80 tokens of a process that was killed" in run.stdout
     assert run.stdout.count("bit for bit") == 3

@@ -98,6 +98,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # three processes that import torch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_workers_share_an_owners_memory_and_outlive_it(machine: Machine, backend: str) -> None:
     owner, how = machine.owner(backend)
