@@ -5,6 +5,7 @@ SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a s
 """
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -140,6 +141,8 @@ class Daemon:
             await self._start_metrics()
         ticker = asyncio.create_task(self._tick_forever(), name="ticker")
         stack.push_async_callback(_cancelled, ticker)
+        gc.collect()
+        gc.freeze()  # what was imported stays: full collections need not look at it again
         await self.health.set_ready(True)
         logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, config.socket or "-", self.tcp_port)
 

@@ -51,9 +51,11 @@ from kvhold_server.pool.restore import HeldSequence
 from kvhold_server.pool.values import Cleared, SessionUse
 from kvhold_server.sessions.errors import BootIdMismatch
 from kvhold_server.sessions.lease import LeaseTerms
-from kvhold_server.sessions.session import Credentials, EndCause, OpenRequest, Session, StreamId
+from kvhold_server.sessions.session import NO_SLOT, Credentials, EndCause, OpenRequest, Session, StreamId
 from kvhold_server.sessions.session_table import Opened, SessionLimits, SessionTable
 from kvhold_server.sessions.worker_watch import WatchId, WorkerWatch
+
+MAX_BLOCKS_AT_ONCE = 5000  # a session that closes with more gives them back in slices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -307,7 +309,7 @@ class Node:
     def session_use(self, session: Session) -> SessionUse:
         """What it holds. O(its blocks)."""
         live = self.pools.get(session.pool)
-        if live is None or session.session_id not in live.members:
+        if live is None or session.session_id not in live.members or session.slot == NO_SLOT:
             return SessionUse()
         return live.pool.use_of(session.slot)
 
@@ -373,22 +375,21 @@ class Node:
 
     def _ended(self, session: Session) -> Closed:
         live = self.pools[session.pool]
-        cause = session.end_cause
-        assert cause is not None
+        cause = session.end_cause or EndCause.KILLED
         live.totals.sessions_ended[cause.value] += 1
-        before = live.pool.counts()
+        use = live.pool.use_of(session.slot) if cause is EndCause.CLOSED else SessionUse()
         completed_step = session.steps.completed_step
         completed = live.pool.complete(session.slot, completed_step) if completed_step else None
-        if cause is EndCause.CLOSED:
+        live.annotations.drop_session(session.slot)
+        if cause is EndCause.CLOSED and use.num_held_blocks <= MAX_BLOCKS_AT_ONCE:
             live.pool.close_session(session.slot)
+            session.slot = NO_SLOT
         else:
             live.pool.kill_session(session.slot)
-            live.totals.num_reaped_sessions += 1
+            live.totals.num_reaped_sessions += cause is not EndCause.CLOSED
         live.note(completed, live.pool.take_events())
-        live.annotations.drop_session(session.slot)
         self._reaper.began(session)
-        after = live.pool.counts()
-        return Closed(num_sequences=before.sequences - after.sequences, num_blocks=max(0, before.held - after.held))
+        return Closed(num_sequences=use.num_sequences, num_blocks=use.num_held_blocks)
 
     def _check_busy(self, name: PoolName) -> None:
         if name in self._busy:

@@ -1,6 +1,7 @@
 """PoolService. Slow work (planning, memory) runs in threads between the node's two phases; see node/opening.py."""
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
@@ -127,7 +128,9 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
             await self._keeper.release(command.options.backend, regions)
             self._node.abort_open_pool(opening)
             raise
-        return self._node.finish_open_pool(opening, regions, made)
+        opened = self._node.finish_open_pool(opening, regions, made)
+        gc.freeze()  # a pool's arrays are long and live long: full collections would stall steps to walk over them
+        return opened
 
     async def _release_deleted(self, live: LivePool) -> None:
         """The name is free again when the memory is."""
