@@ -31,6 +31,7 @@ from kvhold.v1 import (
     session_pb2_grpc,
 )
 from kvhold_client.calls import CallSettings, call
+from kvhold_client.channels import open_channel
 from kvhold_client.codec import decode_capabilities, decode_plan, decode_prefix_stats, decode_session_info
 from kvhold_client.mapping import MappedRegion, map_region
 from kvhold_client.plan import Plan
@@ -39,8 +40,9 @@ from kvhold_client.rank_layout import rank_layout_from_message, region_export_fr
 from kvhold_client.results import Capabilities, PoolCounts, PrefixStats, SessionInfo
 from kvhold_client.session import Session
 from kvhold_client.session_core import SessionCore
-from kvhold_client.step import StepBuilder, decode_counts
-from kvhold_client.target import channel_options, default_target, normal_target
+from kvhold_client.step import StepBuilder
+from kvhold_client.step_reply import decode_counts
+from kvhold_client.target import default_target, normal_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Client:
     def __init__(self, target: str | None = None, *, timeout_s: float = 30.0) -> None:
         self.target = default_target() if target is None else normal_target(target)
         self._settings = CallSettings(target=self.target, timeout_s=timeout_s)
-        self._channel = grpc.insecure_channel(self.target, options=channel_options())
+        self._channel = open_channel(self.target)
         self._plans = plan_pb2_grpc.PlanServiceStub(self._channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)

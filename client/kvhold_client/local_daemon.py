@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from kvhold_client.channels import TLS_VARIABLES
 from kvhold_client.target import TARGET_VARIABLE
 
 START_TIMEOUT_S = 20.0
@@ -113,7 +114,7 @@ class LocalDaemon:
         self.stop()
 
 
-CLIENT_VARIABLES: Sequence[str] = (TARGET_VARIABLE, "KVHOLD_OUTPUT", "KVHOLD_TIMEOUT_S")
+CLIENT_VARIABLES: Sequence[str] = (TARGET_VARIABLE, "KVHOLD_OUTPUT", "KVHOLD_TIMEOUT_S", *TLS_VARIABLES)
 
 
 def daemon_environment() -> dict[str, str]:

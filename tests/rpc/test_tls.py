@@ -19,6 +19,8 @@ from kvhold.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from kvhold_client.channels import tls_credentials
+from kvhold_client.client import Client
 from kvhold_server.app import Daemon
 from kvhold_server.config import ConfigError, load_config
 from kvhold_server.rpc.tls import check_exposure, is_loopback, tenant_of
@@ -199,3 +201,25 @@ def test_without_a_certificate_the_request_names_the_tenant() -> None:
     plain = SimpleNamespace(auth_context=dict)
     assert tenant_of(plain, "team-x", "default") == "team-x"
     assert tenant_of(plain, "", "default") == "default"
+
+
+@pytest.fixture
+def our_certificate(pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHOLD_CA", str(pki / "ca.crt"))
+    monkeypatch.setenv("KVHOLD_CLIENT_CERT", str(pki / "team-b.crt"))
+    monkeypatch.setenv("KVHOLD_CLIENT_KEY", str(pki / "team-b.key"))
+
+
+@pytest.mark.usefixtures("our_certificate")
+async def test_the_client_library_shows_its_certificate(daemon: Daemon) -> None:
+    def work() -> str:
+        with Client(f"127.0.0.1:{daemon.tcp_port}", timeout_s=5) as client:
+            return client.capabilities().boot_id
+
+    assert await asyncio.to_thread(work) == daemon.node.boot_id
+
+
+def test_half_a_client_configuration_is_named() -> None:
+    with pytest.raises(ValueError, match="KVHOLD_CLIENT_KEY is not set"):
+        tls_credentials("10.0.0.1:7400", {"KVHOLD_CA": "/a", "KVHOLD_CLIENT_CERT": "/c"})
+    assert tls_credentials("unix:/x", {"KVHOLD_CA": "/a"}) is None

@@ -23,13 +23,13 @@ from kvhold_client.cli.units import format_bytes
 from kvhold_client.client import Client
 from kvhold_client.errors import KvholdError
 from kvhold_client.health import check_health
+from kvhold_client.local_daemon import CLIENT_VARIABLES
 
 GOOD, WARN, FAIL = "ok", "warn", "fail"
 STYLES = {GOOD: "green", WARN: "yellow", FAIL: "red"}
 DEFAULT_SHM_BYTES = 64 << 20  # what container runtimes give without being asked
 MIN_OPEN_FILES = 4096
 CLOCK_NOT_SYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
-CLIENT_VARIABLES = {"KVHOLD_TARGET", "KVHOLD_OUTPUT", "KVHOLD_TIMEOUT_S"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ def clock(machine: Machine) -> Finding:
 
 def environment(machine: Machine) -> Finding:
     """A Kubernetes Service named kvhold injects variables that look like settings."""
-    ours = {key for key in machine.environ if key.startswith("KVHOLD_")} - CLIENT_VARIABLES
+    ours = {key for key in machine.environ if key.startswith("KVHOLD_")} - set(CLIENT_VARIABLES)
     injected = sorted(
         key for key in ours if key.endswith(("_SERVICE_HOST", "_SERVICE_PORT", "_PORT")) or "_PORT_" in key
     )
