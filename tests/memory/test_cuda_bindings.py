@@ -14,6 +14,7 @@ import pytest
 from kvhold_client.cuda_driver import BindingsMapper
 from kvhold_client.mapping_errors import CudaCallFailed, RegionNotMappable
 from kvhold_server.domain.ids import PoolName
+from kvhold_server.memory import cuda_driver
 from kvhold_server.memory.backend import RegionRequest
 from kvhold_server.memory.cuda_driver import OUT_OF_MEMORY, BindingsDriver
 from kvhold_server.memory.cuda_ipc import CudaIpcBackend
@@ -171,6 +172,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
     for name in (name for name in dir(FakeLibrary) if name.startswith("cu")):
         monkeypatch.setattr(cuda, name, convention(getattr(library, name)))
+    monkeypatch.setattr(cuda_driver, "DRIVER_LIBRARY", None)  # this very process
     monkeypatch.setattr(cuda, "cuGetErrorString", lambda status: (cuda.CUresult.CUDA_SUCCESS, b"a reason"))
     return library
 
@@ -268,3 +270,7 @@ def test_no_device_and_no_library_are_told_apart(library: FakeLibrary, monkeypat
     assert "libcuda" in str(caught.value)
     with pytest.raises(RegionNotMappable):
         BindingsMapper()
+    monkeypatch.setattr(cuda_driver, "DRIVER_LIBRARY", "libcuda-that-is-not-there.so.1")
+    with pytest.raises(BackendUnavailable) as caught:
+        BindingsDriver("cuda_vmm")
+    assert "libcuda-that-is-not-there" in str(caught.value)

@@ -25,6 +25,7 @@ INVALID_HANDLE = 400
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 
+DRIVER_LIBRARY = "libcuda.so.1"
 UNKNOWN_BYTES = -1
 IPC_HANDLE_BYTES = 64
 
@@ -74,6 +75,7 @@ class BindingsDriver:
 
     def __init__(self, backend: str) -> None:
         """Raises BackendUnavailable where there is no binding, no driver or no device."""
+        check_driver_library(backend)  # quicker than importing the bindings in order to hear the same
         try:
             from cuda.bindings import driver
         except ImportError:
@@ -185,6 +187,14 @@ class BindingsDriver:
         if len(results) <= 1:
             return results[0] if results else None
         return tuple(results)
+
+
+def check_driver_library(backend: str) -> None:
+    """Raises BackendUnavailable on a machine without the NVIDIA driver."""
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError as error:
+        raise BackendUnavailable(backend, f"the CUDA driver cannot be loaded: {error}") from error
 
 
 class _PrimaryContext:
