@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvhold_client.client import Client, Pool
-from kvhold_client.errors import KvholdError, Unreachable
+from kvhold_client.errors import KvholdError, Unavailable, Unreachable
 from kvhold_client.replay.counters import SharedCounters
 from kvhold_client.replay.forward import Forward
 from kvhold_client.replay.scheduler import Scheduler, SchedulerLimits
 from kvhold_client.replay.stamps import Stamper
 from kvhold_client.replay.trace import TraceRow
+from kvhold_client.session import Session
 from tests.chaos.rows import NUM_ROWS, rows_of
 
 EXIT_WRONG_BYTES = 5
@@ -61,11 +62,10 @@ def run(job: Job) -> int:
             yield item
 
     with Client(job.target) as client:
-        pool = _get_pool(client, job.pool)
-        with pool.open_session(client_name=job.name, local_transport=job.slot % 2 == 0) as session:
-            forward = Forward(
-                Stamper(pool.map_rank(0, session=session, library="numpy")), session.shape, counters, job.slot
-            )
+        pool, opened = _connect(client, job)
+        with opened as session:
+            memory = pool.map_rank(0, session=session, library="numpy")
+            forward = Forward(Stamper(memory), session.shape, counters, job.slot)
             scheduler = Scheduler(session, forward, LIMITS, counters, job.slot)
             counters.put(job.slot, "ready", 1)
             scheduler.run(rows())
@@ -74,12 +74,14 @@ def run(job: Job) -> int:
     return EXIT_WRONG_BYTES if forward.mismatches else 0
 
 
-def _get_pool(client: Client, name: str) -> Pool:
+def _connect(client: Client, job: Job) -> tuple[Pool, Session]:
+    """As an engine does at its start: waits for a daemon that is away, or going away. Every second one uses gRPC alone."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
-            return client.get_pool(name)
-        except Unreachable:
+            pool = client.get_pool(job.pool)
+            return pool, pool.open_session(client_name=job.name, local_transport=job.slot % 2 == 0)
+        except (Unreachable, Unavailable):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
