@@ -75,7 +75,7 @@ def run(job: Job) -> int:
 
 
 def _connect(client: Client, job: Job) -> tuple[Pool, Session]:
-    """As an engine does at its start: waits for a daemon that is away, or going away. Every second one uses gRPC alone."""
+    """As an engine does at its start: waits for a daemon that is away or going away. Every second uses gRPC alone."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:

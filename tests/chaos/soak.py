@@ -2,8 +2,8 @@
 
 Two clients step as fast as they can: each step frees the oldest of 32 sequences and admits a new one, every tenth of
 which repeats an earlier prompt. Sessions are closed and opened again every 10 000 steps. The daemon's resident memory
-and the shared memory of its pool are looked at 20 times; after the first quarter they must stay where they are (until then the
-bounded memory of evicted hashes fills).
+and the shared memory of its pool are looked at 20 times; after the first quarter they must stay where they are (until
+then the bounded memory of evicted hashes fills).
 """
 
 import argparse
