@@ -8,7 +8,7 @@ from kvhold_client.plan import Plan, PlannedGroup, PlannedRank, PlanWarning
 from kvhold_client.rank_layout import rank_layout_from_message
 from kvhold_client.results import Bound, Capabilities, PrefixStats, SessionInfo
 from kvhold_client.shape import GroupShape, PoolShape
-from kvhold_client.step import decode_counts
+from kvhold_client.step_reply import decode_counts
 
 __all__ = [
     "decode_capabilities",

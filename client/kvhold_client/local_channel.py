@@ -45,13 +45,15 @@ class LocalChannel:
         self._received = b""
         self._num_awaited = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_s)
+        timeout = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        # The kernel keeps the time: a timeout of the socket module's would cost a poll for each read and write.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         try:
             self._socket.connect(socket_path)
         except OSError as error:
             raise self._broken(error) from None
-        self._write(_HELLO, token)
-        self._read()
+        self._hello(token)
 
     def call(self, method: int, request: Any) -> Any:
         """Sends a request and returns its response. Raises KvholdError."""
@@ -60,7 +62,11 @@ class LocalChannel:
 
     def send(self, method: int, request: Any) -> None:
         """Half a call: `receive` must follow, once for each, in order."""
-        self._write(method, request.SerializeToString())
+        payload = request.SerializeToString()
+        try:
+            self._socket.sendall(_HEADER.pack(len(payload) + 1, method) + payload)
+        except OSError as error:
+            raise self._broken(error) from None
         self._num_awaited += 1
 
     def receive(self, method: int) -> Any:
@@ -81,11 +87,12 @@ class LocalChannel:
         """Idempotent."""
         self._socket.close()
 
-    def _write(self, kind: int, payload: bytes) -> None:
+    def _hello(self, token: bytes) -> None:
         try:
-            self._socket.sendall(_HEADER.pack(len(payload) + 1, kind) + payload)
+            self._socket.sendall(_HEADER.pack(len(token) + 1, _HELLO) + token)
         except OSError as error:
             raise self._broken(error) from None
+        self._read()
 
     def _read(self) -> tuple[int, bytes]:
         data = self._received or self._more()
@@ -112,4 +119,6 @@ class LocalChannel:
 
     def _broken(self, error: OSError) -> Unreachable:
         self._socket.close()
+        if isinstance(error, BlockingIOError):
+            error = TimeoutError("no answer in time")
         return Unreachable(f"{self.socket_path}: {error}", reason="CONNECTION_BROKEN")

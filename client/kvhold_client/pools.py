@@ -6,7 +6,7 @@ from kvhold.v1 import plan_pb2, pool_pb2
 from kvhold_client.codec import decode_prefix_stats, decode_shape, enum_word
 from kvhold_client.results import PoolCounts, PrefixStats
 from kvhold_client.shape import GroupShape, PoolShape
-from kvhold_client.step import decode_counts
+from kvhold_client.step_reply import decode_counts
 
 BACKENDS = ("default", "posix_shm", "memfd", "cuda_vmm", "cuda_ipc", "fake")
 

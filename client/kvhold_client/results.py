@@ -1,11 +1,10 @@
 """What the client hands out: frozen values of its own, so that nobody's program depends on generated messages.
 
-Answers to a step are columns, as on the wire: entry i belongs to item i, entry i * num_groups + g to item i, group g.
-A step of hundreds of sequences costs a handful of list copies, not an object per item.
+The answer to a step, which is on the hot path, is in `step_reply.py`.
 """
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class ItemStatus(enum.IntEnum):
@@ -41,31 +40,6 @@ class PoolCounts:
         """Share of the usable blocks that somebody holds, 0..1; the null block is no usable one."""
         usable = self.num_blocks - 1
         return (self.num_held_blocks + self.num_quarantined_blocks) / usable if usable > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReply:
-    """Answer of one Step rpc."""
-
-    boot_id: str
-    replayed: bool = False
-    num_freed_blocks: list[int] = field(default_factory=list)
-    extend_statuses: list[int] = field(default_factory=list)  # ItemStatus
-    extend_num_new_blocks: list[int] = field(default_factory=list)
-    extend_block_ids: list[int] = field(default_factory=list)
-    admit_statuses: list[int] = field(default_factory=list)  # ItemStatus
-    admit_hit_tokens: list[int] = field(default_factory=list)
-    admit_granted_tokens: list[int] = field(default_factory=list)
-    admit_num_blocks: list[int] = field(default_factory=list)
-    admit_num_hit_blocks: list[int] = field(default_factory=list)
-    admit_block_ids: list[int] = field(default_factory=list)
-    admit_boundary_tokens: list[int] = field(default_factory=list)
-    lookup_hit_tokens: list[int] = field(default_factory=list)
-    copies: list["BlockCopy"] = field(default_factory=list)
-    zero_block_ids: list[int] = field(default_factory=list)
-    evicted_hashes: bytes = b""
-    problems: list["ItemProblem"] = field(default_factory=list)
-    counts: PoolCounts = field(default_factory=PoolCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

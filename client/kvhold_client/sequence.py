@@ -66,6 +66,11 @@ class Sequence:
         self.released = []
         self.published_tokens = self.publish_step = self.proven_tokens = 0
 
+    def lose(self) -> None:
+        """The daemon does not know it any more: it must be preempted and admitted again."""
+        self.forget_blocks()
+        self.state, self.is_known, self.num_hashes_sent = SequenceState.LOST, False, 0
+
     def held(self, completed_step: int, hash_size_bytes: int) -> "HeldSequence":
         """What to re-assert after a daemon's restart; only what a completed step wrote counts as written."""
         proven = self.publish_step <= completed_step

@@ -27,27 +27,15 @@ from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_client.errors import InvalidRequest
-from kvhold_client.results import ItemStatus, StepReply
+from kvhold_client.mirror import Mirror
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import Ahead, StepBuilder
-from kvhold_client.step_outcome import Admission, ExtendAsk, StepOutcome
+from kvhold_client.step_outcome import StepOutcome
+from kvhold_client.step_reply import StepReply
 
-_OK = int(ItemStatus.OK)
-_UNKNOWN = int(ItemStatus.UNKNOWN_SEQUENCE)
-_HOPELESS = frozenset({int(ItemStatus.NEVER_FITS), int(ItemStatus.INVALID), int(ItemStatus.SEQUENCE_EXISTS)})
 # Problems that an item's status says already, and that a caller can live with.
 _EXPECTED = frozenset({"NEVER_FITS", "UNKNOWN_SEQUENCE", "HASHES_MISSING"})
-# The daemon keeps the hashes of a waiting sequence that it looked at and refused, not of those that it did not reach.
-_REMEMBERED = frozenset(
-    int(status)
-    for status in (
-        ItemStatus.OUT_OF_BLOCKS,
-        ItemStatus.HIT_CONFLICT,
-        ItemStatus.STATE_NOT_READY,
-        ItemStatus.QUOTA_EXCEEDED,
-    )
-)
 
 
 def _caller_bug(reply: StepReply) -> InvalidRequest:
@@ -86,13 +74,7 @@ class SequenceTable:
         self._extending: list[Sequence] = []
         self._admitting: list[Sequence] = []
         self._admit_hashes: list[int] = []  # num_hashes at the time of asking, parallel to _admitting
-        self._forgetful = [(g, group) for g, group in enumerate(shape.groups) if group.forgets]
-        self._paged = [(g, group.block_size_tokens) for g, group in enumerate(shape.groups) if group.paged]
-        (self._only_block_size,) = [size for _, size in self._paged] if self._is_plain() else (0,)
-
-    def _is_plain(self) -> bool:
-        """One paged group that keeps everything: the usual model, and the quick way through `_settle`."""
-        return len(self.shape.groups) == len(self._paged) == 1 and not self._forgetful
+        self._mirror = Mirror(shape)
 
     # ------------------------------------------------------------------------------------------------ asking
     def new_sequence(self, sequence_id: int, hashes: bytes | bytearray = b"") -> Sequence:
@@ -253,136 +235,21 @@ class SequenceTable:
 
         Raises InvalidRequest for items that contradict themselves: a bug of the caller. The rest is applied even then.
         """
-        outcome = StepOutcome(sent=True, copies=reply.copies, zero_block_ids=reply.zero_block_ids, counts=reply.counts)
+        outcome = StepOutcome(reply=reply)
+        mirror = self._mirror
+        mirror.step, mirror.completed_step = self.step, self.completed_step
         if self._extending:
-            self._apply_extends(reply, outcome)
+            mirror.take_extends(self._extending, self._builder.extend_items, reply, outcome)
+            self._extending.clear()
         if self._admitting:
-            self._apply_admits(reply, outcome)
+            mirror.take_admits(self._admitting, self._admit_hashes, reply, outcome)
+            self._admitting.clear()
+            self._admit_hashes.clear()
         self._builder.clear()
-        self._extending.clear()
-        self._admitting.clear()
-        self._admit_hashes.clear()
         self._reported_step, self._reported_completed = self.step, self.completed_step
-        if any(problem.reason not in _EXPECTED for problem in reply.problems):
+        if reply.has_problems and any(problem.reason not in _EXPECTED for problem in reply.problems):
             raise _caller_bug(reply)
         return outcome
-
-    def _apply_extends(self, reply: StepReply, outcome: StepOutcome) -> None:
-        statuses, rows = reply.extend_statuses, self._builder.extend_items.rows
-        if self._only_block_size and statuses.count(_OK) == len(rows):
-            self._apply_plain_extends(reply, outcome)
-            return
-        num_groups, at = self.shape.num_groups, 0
-        counts, ids = reply.extend_num_new_blocks, reply.extend_block_ids
-        for i, (sequence, status) in enumerate(zip(self._extending, statuses, strict=True)):
-            if status != _OK:
-                self._not_extended(i, sequence, status, outcome)
-                continue
-            _, _, processed, publish, num_hashes = rows[i]
-            new = []
-            for g in range(num_groups):
-                num = counts[i * num_groups + g]
-                new.append(ids[at : at + num])
-                sequence.tables[g] += new[g]
-                at += num
-            sequence.num_hashes_sent += num_hashes
-            self._note_published(sequence, publish)
-            self._settle(sequence, processed)
-            outcome.extended.append(sequence)
-            outcome.new_block_ids.append(new)
-
-    def _apply_plain_extends(self, reply: StepReply, outcome: StepOutcome) -> None:
-        """The usual step, without a call per sequence: one paged group that keeps everything, and nobody refused."""
-        at, size, ids = 0, self._only_block_size, reply.extend_block_ids
-        for sequence, row, num in zip(
-            self._extending, self._builder.extend_items.rows, reply.extend_num_new_blocks, strict=True
-        ):
-            new = ids[at : at + num]
-            at += num
-            table = sequence.tables[0]
-            table += new
-            sequence.quiet_tokens = len(table) * size
-            sequence.num_hashes_sent += row[4]
-            if row[3] > sequence.published_tokens:
-                self._note_published(sequence, row[3])
-            outcome.new_block_ids.append([new])
-        outcome.extended = self._extending.copy()
-
-    def _not_extended(self, i: int, sequence: Sequence, status: int, outcome: StepOutcome) -> None:
-        """Sorts out an item that was not applied; a refused one still gave up what had left its windows."""
-        columns = self._builder.extend_items
-        _, slots, processed, publish, _ = columns.rows[i]
-        if status == _UNKNOWN:
-            self._lose(sequence)
-            outcome.lost.append(sequence)
-            return
-        if status in _HOPELESS:
-            outcome.impossible.append(sequence)
-            return
-        if status != ItemStatus.NOT_TRIED:
-            self._settle(sequence, processed)
-        outcome.refused_extends.append(
-            ExtendAsk(
-                sequence=sequence,
-                slots_needed=slots,
-                processed_tokens=processed,
-                publish_tokens=publish,
-                options=columns.options_of(i),
-            )
-        )
-
-    def _apply_admits(self, reply: StepReply, outcome: StepOutcome) -> None:
-        num_groups, at = self.shape.num_groups, 0
-        for i, (sequence, status) in enumerate(zip(self._admitting, reply.admit_statuses, strict=True)):
-            if status != _OK:
-                self._not_admitted(sequence, status, self._admit_hashes[i], outcome)
-                continue
-            tables = []
-            for g in range(num_groups):
-                num = reply.admit_num_blocks[i * num_groups + g]
-                tables.append(reply.admit_block_ids[at : at + num])
-                at += num
-            hit, granted = reply.admit_hit_tokens[i], reply.admit_granted_tokens[i]
-            sequence.tables, sequence.released = tables, [0] * num_groups
-            sequence.state, sequence.is_known = SequenceState.RUNNING, True
-            sequence.num_hashes_sent = self._admit_hashes[i]
-            self._note_published(sequence, hit + granted)
-            self._settle(sequence, hit)
-            outcome.admitted.append(Admission(sequence=sequence, hit_tokens=hit, granted_tokens=granted))
-
-    def _not_admitted(self, sequence: Sequence, status: int, num_hashes: int, outcome: StepOutcome) -> None:
-        if status == _UNKNOWN:
-            sequence.num_hashes_sent, sequence.is_known = 0, False
-        elif status in _REMEMBERED:
-            sequence.num_hashes_sent, sequence.is_known = num_hashes, True
-        if status in _HOPELESS:
-            outcome.impossible.append(sequence)
-            return
-        if outcome.admit_refusal is None:
-            outcome.admit_refusal = ItemStatus(status)
-        outcome.not_admitted.append(sequence)
-
-    def _settle(self, sequence: Sequence, processed_tokens: int) -> None:
-        """After a change of tables: forgets what left the windows, and computes how long the sequence may be silent."""
-        if self._only_block_size:
-            sequence.quiet_tokens = len(sequence.tables[0]) * self._only_block_size
-            return
-        quiet = min((len(sequence.tables[g]) * size for g, size in self._paged), default=0)
-        for g, group in self._forgetful:
-            table, released = sequence.tables[g], sequence.released[g]
-            first_kept = min(group.skip_tokens(processed_tokens) // group.block_size_tokens, len(table))
-            if first_kept > released:
-                table[released:first_kept] = [0] * (first_kept - released)
-                sequence.released[g] = released = first_kept
-            quiet = min(quiet, group.next_release_tokens(released))
-        sequence.quiet_tokens = quiet
-
-    def _note_published(self, sequence: Sequence, publish_tokens: int) -> None:
-        if publish_tokens > sequence.published_tokens:
-            if sequence.publish_step <= self.completed_step:
-                sequence.proven_tokens = sequence.published_tokens
-            sequence.published_tokens, sequence.publish_step = publish_tokens, self.step
-            sequence.num_tokens = max(sequence.num_tokens, publish_tokens)
 
     # --------------------------------------------------------------------------------- after a daemon's restart
     def held_sequences(self) -> Iterator[HeldSequence]:
@@ -395,15 +262,11 @@ class SequenceTable:
         """Marks sequences that the daemon could not give back, and forgets what it remembered of waiting ones."""
         lost = [self.sequences[i] for i in sequence_ids if i in self.sequences]
         for sequence in lost:
-            self._lose(sequence)
+            sequence.lose()
         for sequence in self.sequences.values():
             if sequence.state is SequenceState.WAITING:
                 sequence.num_hashes_sent, sequence.is_known = 0, False
         return lost
-
-    def _lose(self, sequence: Sequence) -> None:
-        sequence.forget_blocks()
-        sequence.state, sequence.is_known, sequence.num_hashes_sent = SequenceState.LOST, False, 0
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the mirror contradicts itself. For tests."""
@@ -412,7 +275,7 @@ class SequenceTable:
             assert sequence.num_hashes_sent <= sequence.num_hashes
             assert len(sequence.hashes) == sequence.num_hashes * self.shape.hash_size_bytes
             assert bool(sequence.tables) == (sequence.state is SequenceState.RUNNING)
-            for g, size in self._paged:
+            for g, size in self._mirror.paged:
                 if sequence.tables:
                     assert sequence.quiet_tokens <= len(sequence.tables[g]) * size
             for table, released in zip(sequence.tables, sequence.released, strict=True):

@@ -22,18 +22,18 @@ from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
 from kvhold_client.calls import CallSettings, call
 from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.local_channel import STEP, LocalChannel
-from kvhold_client.results import StepReply
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session_core import Credentials, Resumption, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import StepBuilder, decode_step
+from kvhold_client.step_reply import StepReply
 from kvhold_client.target import beside
 
 RETRY_PAUSE_S = 0.05
 MAX_RETRY_PAUSE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Flight:
     """A request on its way, and whence its answer comes."""
 

@@ -10,7 +10,7 @@ item costs one tuple. One builder is reused from step to step. An optional colum
 from typing import Any, Protocol
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts, StepReply
+from kvhold_client.step_reply import StepReply
 
 # What an absent entry of an optional column means, where it is not 0 or false.
 _DEFAULTS = {"expect_hit_tokens": -1, "max_hit_tokens": -1, "max_new_tokens": -1}
@@ -159,48 +159,6 @@ class StepBuilder:
         return message
 
 
-def decode_counts(message: pb.PoolCounts) -> PoolCounts:
-    """Blocks by state."""
-    return PoolCounts(
-        num_free_blocks=message.num_free_blocks,
-        num_cached_blocks=message.num_cached_blocks,
-        num_held_blocks=message.num_held_blocks,
-        num_quarantined_blocks=message.num_quarantined_blocks,
-        num_provisional_blocks=message.num_provisional_blocks,
-        num_blocks=message.num_blocks,
-        num_available_blocks=message.num_available_blocks,
-    )
-
-
 def decode_step(message: pb.StepResponse) -> StepReply:
-    """Columns of the answer, as plain lists."""
-    extend, admit, copies = message.extend, message.admit, message.copies
-    return StepReply(
-        boot_id=message.boot_id,
-        replayed=message.replayed,
-        num_freed_blocks=list(message.num_freed_blocks),
-        extend_statuses=list(extend.statuses),
-        extend_num_new_blocks=list(extend.num_new_blocks),
-        extend_block_ids=list(extend.block_ids),
-        admit_statuses=list(admit.statuses),
-        admit_hit_tokens=list(admit.hit_tokens),
-        admit_granted_tokens=list(admit.granted_tokens),
-        admit_num_blocks=list(admit.num_blocks),
-        admit_num_hit_blocks=list(admit.num_hit_blocks),
-        admit_block_ids=list(admit.block_ids),
-        admit_boundary_tokens=list(admit.shared_prefix_boundary_tokens),
-        lookup_hit_tokens=list(message.lookup.hit_tokens),
-        copies=[
-            BlockCopy(group_id=group, source_block_id=source, target_block_id=target)
-            for group, source, target in zip(
-                copies.group_ids, copies.source_block_ids, copies.target_block_ids, strict=True
-            )
-        ],
-        zero_block_ids=list(message.zero_block_ids),
-        evicted_hashes=message.evicted_hashes,
-        problems=[
-            ItemProblem(part=problem.part, index=problem.index, reason=problem.reason, message=problem.message)
-            for problem in message.problems
-        ],
-        counts=decode_counts(message.counts),
-    )
+    """Its columns, each as a plain list when it is asked for."""
+    return StepReply(message)

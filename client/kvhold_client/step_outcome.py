@@ -5,6 +5,7 @@ from typing import Any
 
 from kvhold_client.results import BlockCopy, ItemStatus, PoolCounts
 from kvhold_client.sequence import Sequence
+from kvhold_client.step_reply import StepReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Admission:
 class StepOutcome:
     """What a step changed. `extended` and `new_block_ids` are parallel; the latter has one list of ids per group."""
 
-    sent: bool = False
+    reply: StepReply | None = None  # None: nothing was sent
     extended: list[Sequence] = field(default_factory=list)
     new_block_ids: list[list[list[int]]] = field(default_factory=list)
     refused_extends: list[ExtendAsk] = field(default_factory=list)  # the first was refused, the others not tried
@@ -40,6 +41,23 @@ class StepOutcome:
     admit_refusal: ItemStatus | None = None  # of the first of them
     impossible: list[Sequence] = field(default_factory=list)  # larger than the pool or quota: fail the request
     lost: list[Sequence] = field(default_factory=list)  # the daemon does not know them: preempt and admit again
-    copies: list[BlockCopy] = field(default_factory=list)
-    zero_block_ids: list[int] = field(default_factory=list)
-    counts: PoolCounts | None = None  # None: nothing was sent
+
+    @property
+    def sent(self) -> bool:
+        """Something had to be said."""
+        return self.reply is not None
+
+    @property
+    def copies(self) -> list[BlockCopy]:
+        """What the workers copy before this step's kernels run."""
+        return self.reply.copies if self.reply else []
+
+    @property
+    def zero_block_ids(self) -> list[int]:
+        """What the workers clear first."""
+        return self.reply.zero_block_ids if self.reply else []
+
+    @property
+    def counts(self) -> PoolCounts | None:
+        """The pool after the step; None if nothing was sent."""
+        return self.reply.counts if self.reply else None

@@ -7,12 +7,13 @@ import pytest
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_client.errors import InvalidRequest
-from kvhold_client.results import ItemProblem, ItemStatus, StepReply
+from kvhold_client.results import ItemStatus
 from kvhold_client.sequence import Sequence, SequenceState
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.shape import GroupShape, PoolShape
 from kvhold_client.step import decode_step
 from kvhold_client.step_outcome import StepOutcome
+from kvhold_client.step_reply import StepReply
 
 HASH_BYTES = 4
 FULL = GroupShape(kind="full_attention", block_size_tokens=4)
@@ -297,7 +298,9 @@ def test_hashes_that_the_daemon_forgot_are_sent_again() -> None:
     table.begin_step(1, 0)
     table.admit(sequence, num_tokens=5)
     assert table.plan_step() is not None
-    table.apply(StepReply(boot_id="", admit_statuses=[int(ItemStatus.UNKNOWN_SEQUENCE)]))
+    response = pb.StepResponse()
+    response.admit.statuses.append(pb.ITEM_STATUS_UNKNOWN_SEQUENCE)
+    table.apply(decode_step(response))
     table.admit(sequence, num_tokens=5)
     request = table.plan_step()
     assert request is not None
@@ -335,10 +338,11 @@ def test_a_contradicting_item_is_an_error_for_the_caller() -> None:
     table.begin_step(2, 1)
     table.extend(sequence, slots_needed=48, processed_tokens=32)
     table.plan_step()
-    problem = ItemProblem(part="extend", index=0, reason="BAD_COUNT", message="slots_needed")
-    reply = StepReply(boot_id="", extend_statuses=[int(ItemStatus.INVALID)], problems=[problem])
+    response = pb.StepResponse()
+    response.extend.statuses.append(pb.ITEM_STATUS_INVALID)
+    response.problems.add(part="extend", index=0, reason="BAD_COUNT", message="slots_needed")
     with pytest.raises(InvalidRequest, match=r"extend\[0\]: BAD_COUNT"):
-        table.apply(reply)
+        table.apply(decode_step(response))
 
 
 def test_a_step_of_many_quiet_sequences_calls_no_method_of_the_table() -> None:
