@@ -34,6 +34,8 @@ from kvhold_server.domain.layer_spec import LayerSpec, Mismatch, StateCacheMode,
 from kvhold_server.domain.layouts import Layout
 from kvhold_server.domain.plan import Plan, Strategy
 from kvhold_server.planner.agcd import approximate_gcd
+from kvhold_server.planner.explain import plan_explained
+from kvhold_server.planner.explanation import BlockPool
 from kvhold_server.planner.hidden import largest_divisor
 from kvhold_server.planner.packed import bucket_layers, num_groups_of
 from kvhold_server.planner.plan import plan
@@ -416,3 +418,19 @@ def test_the_largest_divisor_below_a_limit(number: int, limit: int) -> None:
     found = largest_divisor(number, limit)
     assert number % found == 0 and found <= limit
     assert not any(number % other == 0 for other in range(found + 1, min(limit, number) + 1))
+
+
+@cases(300)
+@given(requests(), st.sampled_from(list(Strategy)))
+def test_every_byte_of_a_request_has_a_kind_or_a_cause(request: PlanRequest, strategy: Strategy) -> None:
+    asked = dataclasses.replace(request, config=dataclasses.replace(request.config, strategy=strategy))
+    try:
+        made = plan_explained(asked)
+    except KvholdError as refusal:
+        assert not isinstance(refusal, InternalFault)
+        return
+    for rank in made.explanation.ranks:
+        held = sum(share.request_bytes for share in rank.kinds if share.pool is BlockPool.DEVICE)
+        causes = (*rank.request_waste, *rank.memory_waste)
+        assert held + sum(waste.size_bytes for waste in rank.request_waste) == rank.request_bytes
+        assert all(waste.size_bytes > 0 for waste in causes)

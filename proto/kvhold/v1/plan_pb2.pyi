@@ -32,7 +32,7 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     STRATEGY_LEGACY: _Strategy.ValueType  # 2
     """One allocation per tensor, shared by the i-th layers of all groups; equal pages only."""
     STRATEGY_COMPACT: _Strategy.ValueType  # 3
-    """The grouping and layout that wastes least."""
+    """The grouping and layout that wastes least; never holds less than MODERN. PlanResponse.choice says what else was possible."""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------- enumerations
@@ -47,7 +47,7 @@ STRATEGY_MODERN: Strategy.ValueType  # 1
 STRATEGY_LEGACY: Strategy.ValueType  # 2
 """One allocation per tensor, shared by the i-th layers of all groups; equal pages only."""
 STRATEGY_COMPACT: Strategy.ValueType  # 3
-"""The grouping and layout that wastes least."""
+"""The grouping and layout that wastes least; never holds less than MODERN. PlanResponse.choice says what else was possible."""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 class _Layout:
@@ -266,6 +266,46 @@ WARNING_TYPE_GLM_LAYOUT_NOT_USED: WarningType.ValueType  # 9
 """A rank lacks the shape that the aliasing layout needs and uses the ordinary one. Args: rank, reason."""
 Global___WarningType: _TypeAlias = WarningType  # noqa: Y015
 
+class _WasteCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WasteCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WasteCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WASTE_CAUSE_UNSPECIFIED: _WasteCause.ValueType  # 0
+    """Never sent."""
+    WASTE_CAUSE_PAGE_PADDING: _WasteCause.ValueType  # 1
+    """Pages are padded: to a common size, an alignment, or as asked for."""
+    WASTE_CAUSE_NARROW_GROUP: _WasteCause.ValueType  # 2
+    """A group's layers fill less than a block, which is as wide as the widest group."""
+    WASTE_CAUSE_BLOCK_ALIGNMENT: _WasteCause.ValueType  # 3
+    """Blocks are rounded up to an alignment of their stride."""
+    WASTE_CAUSE_NULL_BLOCK: _WasteCause.ValueType  # 4
+    """Block 0, which nothing is kept in."""
+    WASTE_CAUSE_REMAINDER: _WasteCause.ValueType  # 5
+    """What is left of the memory after the last whole block."""
+    WASTE_CAUSE_OTHER_LIMIT: _WasteCause.ValueType  # 6
+    """What another rank with less memory, or num_blocks_override, leaves unused here."""
+
+class WasteCause(_WasteCause, metaclass=_WasteCauseEnumTypeWrapper):
+    """WasteCause is why bytes hold nothing."""
+
+WASTE_CAUSE_UNSPECIFIED: WasteCause.ValueType  # 0
+"""Never sent."""
+WASTE_CAUSE_PAGE_PADDING: WasteCause.ValueType  # 1
+"""Pages are padded: to a common size, an alignment, or as asked for."""
+WASTE_CAUSE_NARROW_GROUP: WasteCause.ValueType  # 2
+"""A group's layers fill less than a block, which is as wide as the widest group."""
+WASTE_CAUSE_BLOCK_ALIGNMENT: WasteCause.ValueType  # 3
+"""Blocks are rounded up to an alignment of their stride."""
+WASTE_CAUSE_NULL_BLOCK: WasteCause.ValueType  # 4
+"""Block 0, which nothing is kept in."""
+WASTE_CAUSE_REMAINDER: WasteCause.ValueType  # 5
+"""What is left of the memory after the last whole block."""
+WASTE_CAUSE_OTHER_LIMIT: WasteCause.ValueType  # 6
+"""What another rank with less memory, or num_blocks_override, leaves unused here."""
+Global___WasteCause: _TypeAlias = WasteCause  # noqa: Y015
+
 @_typing.final
 class PlanRequest(_message.Message):
     """--------------------------------------------------------------------------------------------------------- request
@@ -279,8 +319,11 @@ class PlanRequest(_message.Message):
     LAYER_SPECS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     FOLD_IDENTICAL_RANKS_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     fold_identical_ranks: _builtins.bool
     """If set, a rank plan that equals an earlier one has only `same_as_rank` in the reply. Worth it beyond a few thousand layers."""
+    explain: _builtins.bool
+    """Also fill in PlanResponse.explanation, which costs three more plans."""
     @_builtins.property
     def config(self) -> Global___PlannerConfig:
         """REQUIRED. The engine's settings."""
@@ -300,10 +343,11 @@ class PlanRequest(_message.Message):
         layer_specs: _abc.Iterable[Global___LayerSpec] | None = ...,
         ranks: _abc.Iterable[Global___Rank] | None = ...,
         fold_identical_ranks: _builtins.bool = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fold_identical_ranks", b"fold_identical_ranks", "layer_specs", b"layer_specs", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "explain", b"explain", "fold_identical_ranks", b"fold_identical_ranks", "layer_specs", b"layer_specs", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,10 +451,11 @@ class PlannerConfig(_message.Message):
     SPECULATIVE_FIELD_NUMBER: _builtins.int
     HISPARSE_FIELD_NUMBER: _builtins.int
     DRAFT_POOL_FIELD_NUMBER: _builtins.int
+    COMPACT_FIELD_NUMBER: _builtins.int
     strategy: Global___Strategy.ValueType
     """The planner. Unspecified: MODERN."""
     layout: Global___Layout.ValueType
-    """REQUIRED with MODERN and COMPACT. LEGACY ignores it."""
+    """REQUIRED with MODERN and COMPACT. LEGACY ignores it. COMPACT may exchange L and B: see CompactConfig.keep_layout."""
     max_model_len_tokens: _builtins.int
     """REQUIRED, at least 1. Longest request, prompt and answer together."""
     auto_fit_max_model_len: _builtins.bool
@@ -463,6 +508,10 @@ class PlannerConfig(_message.Message):
     def draft_pool(self) -> Global___DraftPoolConfig:
         """The drafter's own pool. Absent: enabled and computed."""
 
+    @_builtins.property
+    def compact(self) -> Global___CompactConfig:
+        """What COMPACT may do. Absent: the defaults of CompactConfig."""
+
     def __init__(
         self,
         *,
@@ -490,10 +539,11 @@ class PlannerConfig(_message.Message):
         speculative: Global___SpeculativeConfig | None = ...,
         hisparse: Global___HisparseConfig | None = ...,
         draft_pool: Global___DraftPoolConfig | None = ...,
+        compact: Global___CompactConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_blocks_override", b"_num_blocks_override", "_prefix_match_unit_tokens", b"_prefix_match_unit_tokens", "draft_pool", b"draft_pool", "hisparse", b"hisparse", "num_blocks_override", b"num_blocks_override", "prefix_match_unit_tokens", b"prefix_match_unit_tokens", "speculative", b"speculative"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_blocks_override", b"_num_blocks_override", "_prefix_match_unit_tokens", b"_prefix_match_unit_tokens", "compact", b"compact", "draft_pool", b"draft_pool", "hisparse", b"hisparse", "num_blocks_override", b"num_blocks_override", "prefix_match_unit_tokens", b"prefix_match_unit_tokens", "speculative", b"speculative"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_blocks_override", b"_num_blocks_override", "_prefix_match_unit_tokens", b"_prefix_match_unit_tokens", "async_scheduling", b"async_scheduling", "auto_fit_max_model_len", b"auto_fit_max_model_len", "cache_block_size_tokens", b"cache_block_size_tokens", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_hybrid_kv_cache", b"disable_hybrid_kv_cache", "draft_pool", b"draft_pool", "enable_prefix_caching", b"enable_prefix_caching", "hisparse", b"hisparse", "kv_connector_enabled", b"kv_connector_enabled", "layout", b"layout", "max_model_len_tokens", b"max_model_len_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "max_num_seqs", b"max_num_seqs", "model_type", b"model_type", "num_blocks_override", b"num_blocks_override", "pipeline_parallel_size", b"pipeline_parallel_size", "pp_layer_partition", b"pp_layer_partition", "prefix_match_unit_tokens", b"prefix_match_unit_tokens", "speculative", b"speculative", "state_cache_mode", b"state_cache_mode", "strategy", b"strategy", "total_hidden_layers", b"total_hidden_layers", "use_v2_model_runner", b"use_v2_model_runner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_blocks_override", b"_num_blocks_override", "_prefix_match_unit_tokens", b"_prefix_match_unit_tokens", "async_scheduling", b"async_scheduling", "auto_fit_max_model_len", b"auto_fit_max_model_len", "cache_block_size_tokens", b"cache_block_size_tokens", "compact", b"compact", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_hybrid_kv_cache", b"disable_hybrid_kv_cache", "draft_pool", b"draft_pool", "enable_prefix_caching", b"enable_prefix_caching", "hisparse", b"hisparse", "kv_connector_enabled", b"kv_connector_enabled", "layout", b"layout", "max_model_len_tokens", b"max_model_len_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "max_num_seqs", b"max_num_seqs", "model_type", b"model_type", "num_blocks_override", b"num_blocks_override", "pipeline_parallel_size", b"pipeline_parallel_size", "pp_layer_partition", b"pp_layer_partition", "prefix_match_unit_tokens", b"prefix_match_unit_tokens", "speculative", b"speculative", "state_cache_mode", b"state_cache_mode", "strategy", b"strategy", "total_hidden_layers", b"total_hidden_layers", "use_v2_model_runner", b"use_v2_model_runner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_blocks_override: _TypeAlias = _typing.Literal["num_blocks_override"]  # noqa: Y015
     _WhichOneofArgType__num_blocks_override: _TypeAlias = _typing.Literal["_num_blocks_override", b"_num_blocks_override"]  # noqa: Y015
@@ -505,6 +555,45 @@ class PlannerConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_match_unit_tokens) -> _WhichOneofReturnType__prefix_match_unit_tokens | None: ...
 
 Global___PlannerConfig: _TypeAlias = PlannerConfig  # noqa: Y015
+
+@_typing.final
+class CompactConfig(_message.Message):
+    """CompactConfig bounds what the compact strategy may do to waste less. Other strategies ignore it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEP_LAYOUT_FIELD_NUMBER: _builtins.int
+    max_num_groups: _builtins.int
+    """Groups at most, 1..64: each is a block table to fill in. Absent: 12, or as many as MODERN has where nothing
+    within 12 holds as much.
+    """
+    max_block_size_tokens: _builtins.int
+    """No block is made larger than that many tokens, at least 1. Blocks that are larger already stay. Absent: a longest request."""
+    keep_layout: _builtins.bool
+    """Do not exchange L and B of `layout` in order to put pages of different sizes side by side."""
+    def __init__(
+        self,
+        *,
+        max_num_groups: _builtins.int | None = ...,
+        max_block_size_tokens: _builtins.int | None = ...,
+        keep_layout: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_block_size_tokens", b"_max_block_size_tokens", "_max_num_groups", b"_max_num_groups", "max_block_size_tokens", b"max_block_size_tokens", "max_num_groups", b"max_num_groups"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_block_size_tokens", b"_max_block_size_tokens", "_max_num_groups", b"_max_num_groups", "keep_layout", b"keep_layout", "max_block_size_tokens", b"max_block_size_tokens", "max_num_groups", b"max_num_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_block_size_tokens: _TypeAlias = _typing.Literal["max_block_size_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_block_size_tokens: _TypeAlias = _typing.Literal["_max_block_size_tokens", b"_max_block_size_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_groups: _TypeAlias = _typing.Literal["max_num_groups"]  # noqa: Y015
+    _WhichOneofArgType__max_num_groups: _TypeAlias = _typing.Literal["_max_num_groups", b"_max_num_groups"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_block_size_tokens) -> _WhichOneofReturnType__max_block_size_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_groups) -> _WhichOneofReturnType__max_num_groups | None: ...
+
+Global___CompactConfig: _TypeAlias = CompactConfig  # noqa: Y015
 
 @_typing.final
 class SpeculativeConfig(_message.Message):
@@ -1350,6 +1439,8 @@ class PlanResponse(_message.Message):
 
     PLAN_FIELD_NUMBER: _builtins.int
     LAYER_COSTS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> Global___Plan:
         """The plan."""
@@ -1358,19 +1449,369 @@ class PlanResponse(_message.Message):
     def layer_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerCost]:
         """One per PlanRequest.layer_specs, in order; at the length asked for, before auto-fit."""
 
+    @_builtins.property
+    def choice(self) -> Global___GroupingChoice:
+        """With COMPACT: what was decided between. Absent where the model leaves no choice."""
+
+    @_builtins.property
+    def explanation(self) -> Global___PlanExplanation:
+        """Set if PlanRequest.explain was."""
+
     def __init__(
         self,
         *,
         plan: Global___Plan | None = ...,
         layer_costs: _abc.Iterable[Global___LayerCost] | None = ...,
+        choice: Global___GroupingChoice | None = ...,
+        explanation: Global___PlanExplanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "explanation", b"explanation", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_costs", b"layer_costs", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "explanation", b"explanation", "layer_costs", b"layer_costs", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class GroupingChoice(_message.Message):
+    """GroupingChoice is what the compact strategy decided between."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    RUNNERS_UP_FIELD_NUMBER: _builtins.int
+    NUM_CONSIDERED_FIELD_NUMBER: _builtins.int
+    num_considered: _builtins.int
+    """Options compared, most of them by formula only."""
+    @_builtins.property
+    def chosen(self) -> Global___GroupingOption:
+        """The one that the plan has."""
+
+    @_builtins.property
+    def runners_up(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupingOption]:
+        """Those that came next, best first; at most 3."""
+
+    def __init__(
+        self,
+        *,
+        chosen: Global___GroupingOption | None = ...,
+        runners_up: _abc.Iterable[Global___GroupingOption] | None = ...,
+        num_considered: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_considered", b"num_considered", "runners_up", b"runners_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupingChoice: _TypeAlias = GroupingChoice  # noqa: Y015
+
+@_typing.final
+class GroupingOption(_message.Message):
+    """GroupingOption is one way to group and lay out a model, and what it gives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    GRID_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    description: _builtins.str
+    """For people; may change between versions."""
+    layout: Global___Layout.ValueType
+    """Its layout."""
+    num_groups: _builtins.int
+    """Block tables per request."""
+    grid_tokens: _builtins.int
+    """All groups' blocks end together at its multiples: prefix hits of all groups do, too."""
+    request_bytes: _builtins.int
+    """Memory of one longest request on the rank that needs most."""
+    max_model_len_tokens: _builtins.int
+    """Longest request, after auto-fit."""
+    capacity_tokens: _builtins.int
+    """Tokens that fit in requests of that length."""
+    max_concurrency: _builtins.float
+    """Requests of that length at once."""
+    verdict: _builtins.str
+    """Why it was chosen, or why not. For people; may change between versions."""
+    def __init__(
+        self,
+        *,
+        description: _builtins.str = ...,
+        layout: Global___Layout.ValueType = ...,
+        num_groups: _builtins.int = ...,
+        grid_tokens: _builtins.int = ...,
+        request_bytes: _builtins.int = ...,
+        max_model_len_tokens: _builtins.int = ...,
+        capacity_tokens: _builtins.int = ...,
+        max_concurrency: _builtins.float = ...,
+        verdict: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "description", b"description", "grid_tokens", b"grid_tokens", "layout", b"layout", "max_concurrency", b"max_concurrency", "max_model_len_tokens", b"max_model_len_tokens", "num_groups", b"num_groups", "request_bytes", b"request_bytes", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupingOption: _TypeAlias = GroupingOption  # noqa: Y015
+
+@_typing.final
+class PlanExplanation(_message.Message):
+    """PlanExplanation says where the bytes of a plan go, what it can admit, and what other memory would change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    LONGEST_REQUEST_TOKENS_FIELD_NUMBER: _builtins.int
+    MEMORY_STEPS_FIELD_NUMBER: _builtins.int
+    longest_request_tokens: _builtins.int
+    """The longest request that fits with these groups, found by search. Absent: no length is too long (bounded windows), or none
+    fits.
+    """
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankExplanation]:
+        """One for each rank that differs from earlier ones in layers or memory."""
+
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FeasibilityCheck]:
+        """Whether what was asked for can ever be admitted: no request waits for ever if all are `ok`."""
+
+    @_builtins.property
+    def memory_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryStep]:
+        """The same groups with 1 GiB less, and with 1 GiB more, on every rank."""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[Global___RankExplanation] | None = ...,
+        checks: _abc.Iterable[Global___FeasibilityCheck] | None = ...,
+        longest_request_tokens: _builtins.int | None = ...,
+        memory_steps: _abc.Iterable[Global___MemoryStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_longest_request_tokens", b"_longest_request_tokens", "longest_request_tokens", b"longest_request_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_longest_request_tokens", b"_longest_request_tokens", "checks", b"checks", "longest_request_tokens", b"longest_request_tokens", "memory_steps", b"memory_steps", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__longest_request_tokens: _TypeAlias = _typing.Literal["longest_request_tokens"]  # noqa: Y015
+    _WhichOneofArgType__longest_request_tokens: _TypeAlias = _typing.Literal["_longest_request_tokens", b"_longest_request_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__longest_request_tokens) -> _WhichOneofReturnType__longest_request_tokens | None: ...
+
+Global___PlanExplanation: _TypeAlias = PlanExplanation  # noqa: Y015
+
+@_typing.final
+class RankExplanation(_message.Message):
+    """RankExplanation is where one rank's bytes go. Bytes of the kinds and the waste of a request sum to request_bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    REQUEST_WASTE_FIELD_NUMBER: _builtins.int
+    MEMORY_WASTE_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    request_bytes: _builtins.int
+    """Device memory of one longest request, waste included."""
+    available_bytes: _builtins.int
+    """Memory offered."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ranks that it describes."""
+
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___KindShare]:
+        """What each kind of layer takes."""
+
+    @_builtins.property
+    def request_waste(self) -> _containers.RepeatedCompositeFieldContainer[Global___Waste]:
+        """What holds nothing while a longest request runs, by cause."""
+
+    @_builtins.property
+    def memory_waste(self) -> _containers.RepeatedCompositeFieldContainer[Global___Waste]:
+        """What of the memory offered holds nothing ever, by cause."""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        kinds: _abc.Iterable[Global___KindShare] | None = ...,
+        request_bytes: _builtins.int = ...,
+        request_waste: _abc.Iterable[Global___Waste] | None = ...,
+        memory_waste: _abc.Iterable[Global___Waste] | None = ...,
+        available_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "kinds", b"kinds", "memory_waste", b"memory_waste", "ranks", b"ranks", "request_bytes", b"request_bytes", "request_waste", b"request_waste"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankExplanation: _TypeAlias = RankExplanation  # noqa: Y015
+
+@_typing.final
+class KindShare(_message.Message):
+    """KindShare is what the layers of one kind take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_RESIDENT_FIELD_NUMBER: _builtins.int
+    IN_DRAFT_POOL_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Name of an arm of LayerSpec.kind."""
+    num_layers: _builtins.int
+    """Layers on this rank."""
+    block_bytes: _builtins.int
+    """Bytes that hold something in one block of each."""
+    request_bytes: _builtins.int
+    """Bytes that hold something while a longest request runs."""
+    host_resident: _builtins.bool
+    """In host memory; not part of RankExplanation.request_bytes."""
+    in_draft_pool: _builtins.bool
+    """In the drafter's own pool; not part of RankExplanation.request_bytes."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        num_layers: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        request_bytes: _builtins.int = ...,
+        host_resident: _builtins.bool = ...,
+        in_draft_pool: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "host_resident", b"host_resident", "in_draft_pool", b"in_draft_pool", "kind", b"kind", "num_layers", b"num_layers", "request_bytes", b"request_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KindShare: _TypeAlias = KindShare  # noqa: Y015
+
+@_typing.final
+class Waste(_message.Message):
+    """Waste is bytes that hold nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PERCENT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    cause: Global___WasteCause.ValueType
+    """Why."""
+    size_bytes: _builtins.int
+    """How many."""
+    percent: _builtins.float
+    """Of the whole that they are part of."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the groups concerned. Empty: it is not a matter of groups."""
+
+    def __init__(
+        self,
+        *,
+        cause: Global___WasteCause.ValueType = ...,
+        size_bytes: _builtins.int = ...,
+        percent: _builtins.float = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "groups", b"groups", "percent", b"percent", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waste: _TypeAlias = Waste  # noqa: Y015
+
+@_typing.final
+class FeasibilityCheck(_message.Message):
+    """FeasibilityCheck is one thing that a scheduler will ask for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    NEEDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    USABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    description: _builtins.str
+    """For people: what is asked for; may change between versions."""
+    pool: _builtins.str
+    """"device", "draft" or "host": whose blocks."""
+    needed_blocks: _builtins.int
+    """Blocks that it takes at most."""
+    usable_blocks: _builtins.int
+    """Blocks that there are, null block not counted."""
+    ok: _builtins.bool
+    """It fits."""
+    def __init__(
+        self,
+        *,
+        description: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        needed_blocks: _builtins.int = ...,
+        usable_blocks: _builtins.int = ...,
+        ok: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "needed_blocks", b"needed_blocks", "ok", b"ok", "pool", b"pool", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeasibilityCheck: _TypeAlias = FeasibilityCheck  # noqa: Y015
+
+@_typing.final
+class MemoryStep(_message.Message):
+    """MemoryStep is the same grouping with other memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTA_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    delta_bytes: _builtins.int
+    """Change on every rank."""
+    num_blocks: _builtins.int
+    """Blocks, null block included. 0: it does not fit."""
+    capacity_tokens: _builtins.int
+    """Tokens in requests of the plan's length."""
+    max_concurrency: _builtins.float
+    """Requests of the plan's length at once."""
+    max_model_len_tokens: _builtins.int
+    """Longest request, after auto-fit."""
+    refusal: _builtins.str
+    """Why it does not fit. Empty: it does."""
+    def __init__(
+        self,
+        *,
+        delta_bytes: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        capacity_tokens: _builtins.int = ...,
+        max_concurrency: _builtins.float = ...,
+        max_model_len_tokens: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "delta_bytes", b"delta_bytes", "max_concurrency", b"max_concurrency", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryStep: _TypeAlias = MemoryStep  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):

@@ -7,7 +7,9 @@ from typing import TypeVar
 from kvhold.v1 import plan_pb2
 from kvhold_server.domain.plan import Plan
 from kvhold_server.domain.service_limits import ServiceLimits
+from kvhold_server.planner.explain import plan_explained
 from kvhold_server.planner.plan import plan
+from kvhold_server.rpc.explanation_codec import encode_explanation
 from kvhold_server.rpc.plan_codec import decode_plan_request, encode_plan_response
 
 Result = TypeVar("Result")
@@ -24,5 +26,11 @@ def make_plan(request: plan_pb2.PlanRequest, limits: ServiceLimits) -> Plan:
 
 
 def answer_plan(request: plan_pb2.PlanRequest, limits: ServiceLimits) -> plan_pb2.PlanResponse:
-    """Decodes, plans, encodes."""
-    return encode_plan_response(make_plan(request, limits), fold_identical_ranks=request.fold_identical_ranks)
+    """Decodes, plans, encodes; explains where asked to."""
+    fold = request.fold_identical_ranks
+    if not request.explain:
+        return encode_plan_response(make_plan(request, limits), fold_identical_ranks=fold)
+    explained = plan_explained(decode_plan_request(request, limits))
+    response = encode_plan_response(explained.plan, fold_identical_ranks=fold)
+    response.explanation.CopyFrom(encode_explanation(explained.explanation))
+    return response
