@@ -334,3 +334,24 @@ def test_long_release_names_still_make_valid_names() -> None:
 def test_digest_wins_over_tag() -> None:
     values = {"image": {"digest": DIGEST, "tag": "x"}, "sidecar": {"engine": ENGINE}}
     assert kvhold_container(render(values))["image"] == f"kvhold@{DIGEST}"
+
+
+def test_rules_and_dashboards_of_the_chart_are_the_tested_ones(deploy_dir: Path) -> None:
+    values = {
+        **VARIANTS["daemonset-everything"],
+        "prometheusRule": {"enabled": True, "runbookBaseUrl": "https://docs.test/r"},
+    }
+    manifests = {(m["kind"], m["metadata"]["name"]): m for m in render(values)}
+    rules = (deploy_dir / "prometheus" / "rules.yaml").read_text()
+    wanted = yaml.safe_load(rules.replace("https://kvhold.example/docs/runbooks", "https://docs.test/r"))
+    assert manifests["PrometheusRule", "kvhold"]["spec"] == wanted
+    shipped = manifests["ConfigMap", "kvhold-dashboards"]["data"]
+    for path in (deploy_dir / "grafana").glob("*.json"):
+        assert json.loads(shipped[path.name]) == json.loads(path.read_text())
+    assert manifests["ConfigMap", "kvhold-dashboards"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_manifests_hold_no_template_leftovers(manifests: list[Manifest]) -> None:
+    """A forgotten brace would reach the cluster as text."""
+    texts = [yaml.safe_dump(m) for m in manifests if m["kind"] not in ("PrometheusRule", "ConfigMap")]
+    assert not any("{{" in text or "<no value>" in text for text in texts)
