@@ -25,7 +25,7 @@ from kvhold_server.memory.errors import (
 from kvhold_server.memory.host_limits import HostLimits
 from kvhold_server.memory.host_pages import HostPageOptions, HugePages
 from kvhold_server.memory.posix_shm import PosixShmBackend, PosixShmOptions
-from kvhold_server.memory.segment_names import parse_segment_name, segment_name
+from kvhold_server.memory.segment_names import instance_digest, lock_name, parse_segment_name, segment_name
 
 SIZE = 64 << 10
 
@@ -163,6 +163,7 @@ def test_another_instances_segments_go_only_when_it_is_long_dead(
     backend: PosixShmBackend, tmp_path: Path, shm_dir: Path
 ) -> None:
     """DMN-08."""
+    (tmp_path / "b").mkdir()
     owner = _start_owner(tmp_path / "b", shm_dir)
     assert len(segments(shm_dir)) == 1
     assert backend.reclaim_stale().names == ()  # it lives
@@ -174,6 +175,43 @@ def test_another_instances_segments_go_only_when_it_is_long_dead(
     assert len(later.reclaim_stale().names) == 1
     later.close()
     assert segments(shm_dir) == []
+
+
+def test_an_instance_whose_directory_is_gone_is_reclaimed_at_once(
+    backend: PosixShmBackend, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Demos and tests run daemons in temporary directories: nobody ever comes back for those."""
+    for kept in (True, False):
+        directory = tmp_path / "gone"
+        directory.mkdir()
+        owner = _start_owner(directory, shm_dir)
+        os.kill(owner.pid or 0, signal.SIGKILL)
+        owner.join(20)
+        assert backend.reclaim_stale().names == ()
+        if kept:
+            (lock,) = set(shm_dir.glob("*.lock")) - {shm_dir / lock_name(instance_digest(tmp_path / "a"))}
+            lock.write_text(lock.read_text().replace("mnt:", "another:"))  # from where we cannot see its directory
+        directory.rmdir()
+        assert len(backend.reclaim_stale().names) == (0 if kept else 1)
+        if kept:
+            for file in shm_dir.glob(f"*{instance_digest(directory)}*"):
+                file.unlink()
+    assert segments(shm_dir) == []
+    assert len(list(shm_dir.glob("*.lock"))) == 1
+
+
+def test_a_lock_that_guards_nothing_goes_with_its_directory(
+    backend: PosixShmBackend, tmp_path: Path, shm_dir: Path
+) -> None:
+    owner = _start_owner(tmp_path / "never-made", shm_dir)
+    for name in segments(shm_dir):
+        (shm_dir / name).unlink()
+    assert backend.reclaim_stale().names == ()
+    assert len(list(shm_dir.glob("*.lock"))) == 2, "it lives"
+    os.kill(owner.pid or 0, signal.SIGKILL)
+    owner.join(20)
+    backend.reclaim_stale()
+    assert len(list(shm_dir.glob("*.lock"))) == 1
 
 
 def test_a_live_instance_is_never_reclaimed_however_old(tmp_path: Path, shm_dir: Path) -> None:

@@ -3,6 +3,12 @@
 The lock file lies beside the segments, so that whoever can see the segments can see whether their daemon lives, also
 from another PID namespace. `flock` dies with its holder, SIGKILL included; the pid in the file is for people. The
 file's modification time is a heartbeat (`beat`), so that "how long has it been dead" has an answer after the death.
+And it says which directory the instance is of, and in which mount namespace: where that directory is gone, nobody can
+come back.
+
+    4711
+    mnt:[4026531841]
+    /run/kvhold
 """
 
 import fcntl
@@ -10,6 +16,8 @@ import os
 from pathlib import Path
 
 from kvhold_server.memory.errors import InstanceInUse
+
+_MAX_TEXT_BYTES = 8192
 
 
 class InstanceLock:
@@ -20,7 +28,7 @@ class InstanceLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, path: Path) -> "InstanceLock":
+    def acquire(cls, path: Path, instance_directory: Path) -> "InstanceLock":
         """Raises InstanceInUse with the owner's pid."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -34,7 +42,7 @@ class InstanceLock:
                 break
             os.close(fd)  # a reclaimer unlinked it between our open and our lock; the next open makes a new one
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(fd, f"{os.getpid()}\n{_mount_namespace()}\n{instance_directory.resolve()}\n".encode(), 0)
         return cls(path, fd)
 
     @classmethod
@@ -62,6 +70,11 @@ class InstanceLock:
         """Unix time of the last heartbeat."""
         return os.fstat(self._fd).st_mtime
 
+    def cannot_come_back(self) -> bool:
+        """Its directory is gone, as far as we can see: only from the namespace that it was in."""
+        lines = os.pread(self._fd, _MAX_TEXT_BYTES, 0).decode(errors="replace").splitlines()
+        return len(lines) == 3 and lines[1] == _mount_namespace() != "" and not Path(lines[2]).exists()
+
     def close(self, *, remove: bool = False) -> None:
         """Lets the next daemon in; `remove` when nothing is left to guard."""
         if self._fd < 0:
@@ -82,5 +95,13 @@ def _still_named(fd: int, path: Path) -> bool:
 
 
 def _read_pid(fd: int) -> int:
-    text = os.pread(fd, 32, 0).strip()
+    text = os.pread(fd, 32, 0).partition(b"\n")[0]
     return int(text) if text.isdigit() else 0
+
+
+def _mount_namespace() -> str:
+    """Empty where /proc does not say."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""

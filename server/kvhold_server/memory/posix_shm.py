@@ -44,6 +44,7 @@ from kvhold_server.memory.host_pages import HostPageOptions, HugePages, Pin, all
 from kvhold_server.memory.instance_lock import InstanceLock
 from kvhold_server.memory.region_table import RegionTable
 from kvhold_server.memory.segment_names import (
+    PREFIX,
     SegmentName,
     instance_digest,
     lock_name,
@@ -87,7 +88,7 @@ class PosixShmBackend(MemoryBackend):
         self._granularity_bytes = huge_page_bytes(self._options.pages.huge_pages)
         self._instance = instance_digest(instance_directory)
         self._table: RegionTable[_Segment] = RegionTable()
-        self._lock = InstanceLock.acquire(self._options.directory / lock_name(self._instance))
+        self._lock = InstanceLock.acquire(self._options.directory / lock_name(self._instance), instance_directory)
 
     def granularity_bytes(self, device_index: int) -> int:
         return self._granularity_bytes
@@ -144,12 +145,13 @@ class PosixShmBackend(MemoryBackend):
             return self._table.publish(region, segment)
 
     def reclaim_stale(self) -> ReclaimReport:
-        """Ours that nobody adopted, and other instances' whose daemon is gone for longer than `stale_after_s`."""
+        """Ours that nobody adopted; other instances' whose daemon is dead and can either never come back, because its
+        directory is gone, or has not for longer than `stale_after_s`; and locks that guard nothing any more."""
         known = self._table.known_ids()
         names: list[str] = []
         left_alone: list[str] = []
         reclaimed_bytes = 0
-        by_instance: dict[str, list[SegmentName]] = {}
+        by_instance: dict[str, list[SegmentName]] = {instance: [] for instance in self._locked_instances()}
         for segment in self._segments():
             by_instance.setdefault(segment.instance, []).append(segment)
         for instance, segments in by_instance.items():
@@ -246,10 +248,16 @@ class PosixShmBackend(MemoryBackend):
 
     def _lock_of_dead(self, instance: str) -> InstanceLock | None:
         lock = InstanceLock.try_acquire_dead(self._options.directory / lock_name(instance))
-        if lock is not None and self._options.now_s() - lock.last_beat_s() < self._options.stale_after_s:
+        if lock is None or lock.cannot_come_back():
+            return lock
+        if self._options.now_s() - lock.last_beat_s() < self._options.stale_after_s:
             lock.close()  # its successor may be about to start and adopt
             return None
         return lock
+
+    def _locked_instances(self) -> list[str]:
+        names = os.listdir(self._options.directory)
+        return [name.split(".")[1] for name in names if name.startswith(f"{PREFIX}.") and name.endswith(".lock")]
 
     def _names_our_file(self, segment: _Segment) -> bool:
         try:
