@@ -28,8 +28,8 @@ class InstanceLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, path: Path, instance_directory: Path) -> "InstanceLock":
-        """Raises InstanceInUse with the owner's pid."""
+    def acquire(cls, path: Path, instance_directory: Path | None = None) -> "InstanceLock":
+        """Raises InstanceInUse with the owner's pid. The directory: without which nobody can come back; None: the lock's."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -42,7 +42,9 @@ class InstanceLock:
                 break
             os.close(fd)  # a reclaimer unlinked it between our open and our lock; the next open makes a new one
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n{_mount_namespace()}\n{instance_directory.resolve()}\n".encode(), 0)
+        os.pwrite(
+            fd, f"{os.getpid()}\n{_mount_namespace()}\n{(instance_directory or path.parent).resolve()}\n".encode(), 0
+        )
         return cls(path, fd)
 
     @classmethod
