@@ -48,7 +48,11 @@ PY
 
 say "contents"
 container="$(buildah from --pull-never "$image")"
-trap 'buildah rm "$container" >/dev/null 2>&1 || true' EXIT
+cleanup() {
+  podman --storage-driver "$store" stop -t 5 kvhold-image-test >/dev/null 2>&1 || true
+  buildah rm "$container" >/dev/null 2>&1 || true
+}
+trap cleanup EXIT
 buildah run --isolation chroot "$container" -- python -c '
 import importlib.util, os
 assert os.getuid() == 10001 and os.getgid() == 10001, (os.getuid(), os.getgid())
@@ -66,8 +70,10 @@ podman --storage-driver "$store" --runtime runc run --rm --name kvhold-image-tes
   "$image" serve --socket /run/kvhold/kvhold.sock --metrics "127.0.0.1:$port" --log-format json >"$work/run.log" 2>&1 &
 started=$!
 for _ in $(seq 100); do curl -fsS "http://127.0.0.1:$port/readyz" >/dev/null 2>&1 && break; sleep 0.2; done
-curl -fsS "http://127.0.0.1:$port/metrics" | grep -q '^kvhold_build_info' || { cat "$work/run.log"; exit 1; }
-curl -fsS "http://127.0.0.1:$port/" | grep -q '<h1>kvhold</h1>'
+curl -fsS "http://127.0.0.1:$port/metrics" -o "$work/metrics.txt" || { cat "$work/run.log"; exit 1; }
+curl -fsS "http://127.0.0.1:$port/" -o "$work/page.html"
+grep -q '^kvhold_build_info' "$work/metrics.txt"
+grep -q '<h1>kvhold</h1>' "$work/page.html"
 podman --storage-driver "$store" stop -t 10 kvhold-image-test >/dev/null
 wait "$started" || { echo "the daemon did not end in order: $?"; cat "$work/run.log"; exit 1; }
 rm -rf "$run"
