@@ -29,7 +29,7 @@ class InstanceLock:
 
     @classmethod
     def acquire(cls, path: Path, instance_directory: Path | None = None) -> "InstanceLock":
-        """Raises InstanceInUse with the owner's pid. The directory: without which nobody can come back; None: the lock's."""
+        """Raises InstanceInUse with the owner's pid. No directory: that of the lock itself."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
