@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
 
 from kvhold_client.cli import main
 from kvhold_client.client import Client
@@ -82,3 +84,21 @@ def test_version_shows_the_daemons(daemon: LocalDaemon, capsys: pytest.CaptureFi
     found = json.loads(ask(capsys, "version", "--target", daemon.target, "-o", "json"))
     assert found["daemon"]["version"]
     assert len(found["daemon"]["boot_id"]) >= 8
+
+
+def test_a_request_file_plans_as_the_model_does(
+    daemon: LocalDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "llama.json"
+    path.write_text(json_format.MessageToJson(model_plan_request("llama-3.1-8b", memory_bytes=40 * GIB)))
+    from_file = json.loads(ask(capsys, "plan", str(path), "--target", daemon.target, "-o", "json"))
+    from_model = json.loads(ask(capsys, "plan", "--model", "llama-3.1-8b", "--target", daemon.target, "-o", "json"))
+    assert from_file == from_model
+
+
+def test_tensor_parallel_ranks_split_the_heads(daemon: LocalDaemon, client: Client) -> None:
+    one = client.plan(model_plan_request("llama-3.1-8b", memory_bytes=40 * GIB))
+    four = client.plan(model_plan_request("llama-3.1-8b", memory_bytes=40 * GIB, num_ranks=4))
+    assert len(four.ranks) == 4
+    assert four.ranks[3].bytes_per_block * 4 == one.ranks[0].bytes_per_block
+    assert four.num_blocks == one.num_blocks * 4
