@@ -9,10 +9,13 @@ is asked for is imported, so that `kvhold --help` does not wait for gRPC. Values
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType
 from typing import Protocol, cast
 
 from kvhold_client import __version__
@@ -81,12 +84,14 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 def _run(name: str, rest: list[str], env: Mapping[str, str], console: Console) -> int:
     command = COMMANDS[name]
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end_in_order)  # or a daemon and schedulers started here would be left behind
     module = cast(CommandModule, import_module(f"kvhold_client.cli.{command.module}"))
     try:
         if command.takes_rest:
             return module.run(argparse.Namespace(rest=rest), console)
         return module.run(_parse(name, command, module, rest, env), console)
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage; 143 after SIGTERM
         return int(stop.code or 0)
     except UsageError as error:
         console.error(str(error))
@@ -122,6 +127,10 @@ def _parse(
     args.target_given = bool(args.target or env.get("KVHOLD_TARGET"))
     args.target = args.target or default_target(env)
     return args
+
+
+def _end_in_order(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _timeout(env: Mapping[str, str]) -> float:
