@@ -287,3 +287,20 @@ async def test_an_early_close_keeps_what_it_says_is_complete(directory: Path) ->
         assert await hit_tokens(daemon, 31, 32) == 0
     async with posix(directory) as daemon:
         assert (await hit_tokens(daemon, 7, 8), await hit_tokens(daemon, 31, 32)) == (32, 0)
+
+
+async def test_after_a_crash_blocks_are_evicted_in_the_order_in_which_they_came_free(directory: Path) -> None:
+    """Published first, used last: the order of publishing would evict the wrong ones."""
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await daemon.open_session()
+        await session.keep_alive()
+        for sequence_id in (1, 2, 3):
+            await session.admit(sequence_id, 33, 10 * sequence_id, 10 * sequence_id + 1)
+        for sequence_id in (2, 3, 1):
+            await session.free(sequence_id)
+        live = daemon.node.pools["p"]
+        await daemon.until(lambda: not live.pool.store.free.recent)
+        wanted = [block for block in live.pool.store.free.order() if live.pool.store.key_of[block] is not None]
+        found = live.journal.table.scan()  # what a successor would find, without an orderly end
+        assert found.order == wanted and len(wanted) == 6

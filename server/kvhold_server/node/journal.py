@@ -5,10 +5,11 @@
                                         afterwards somebody may overwrite the bytes
                          ─▶ Cleared     all hashes are gone                        ─▶ a new generation of the table
 
-States, and hashes of prefixes that end inside a block, are not recorded. With checksums, all bytes of each recorded block
-are read.
+States, and hashes of prefixes that end inside a block, are not recorded. With checksums, all bytes of each recorded
+block are read.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.page_checksums import BlockChecksums
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Cleared, Completed, Event, Removed
+
+MAX_RECENT = 10_000  # lists of blocks that wait for `keep_order`; older ones are forgotten, which costs a hit at most
+MAX_TOUCHED = 8_000  # blocks in one slice: some two milliseconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +43,19 @@ class BlockJournal:
                 self.table.forget(event.blocks)
             elif isinstance(event, Cleared):
                 self.start_generation(self.content_digest)
+
+    def __post_init__(self) -> None:
+        self.pool.store.free.recent = deque(maxlen=MAX_RECENT)
+
+    def keep_order(self) -> None:
+        """Notes which blocks came free lately, so that a successor evicts in the same order; a slice of them."""
+        recent = self.pool.store.free.recent
+        assert recent is not None
+        num_blocks = 0
+        while recent and num_blocks < MAX_TOUCHED:
+            blocks = recent.popleft()
+            self.table.touch(blocks)
+            num_blocks += len(blocks)
 
     def start_generation(self, content_digest: bytes) -> None:
         """From the return on, no successor finds anything that was recorded before."""

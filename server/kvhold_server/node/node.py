@@ -8,7 +8,7 @@ The event loop's thread owns it. Time is injected as a clock, secrets as a gener
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.service_limits import ServiceLimits
@@ -28,7 +28,7 @@ from kvhold_server.node.errors import (
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool, RecoveryReport
 from kvhold_server.node.making import put_together
-from kvhold_server.node.node_values import Closed, DrainState, Export, ResetReport
+from kvhold_server.node.node_values import Closed, DrainState, Export, ResetReport, Shell
 from kvhold_server.node.opening import (
     OpenedPool,
     Opening,
@@ -56,15 +56,6 @@ from kvhold_server.sessions.session_table import Opened, SessionLimits, SessionT
 from kvhold_server.sessions.worker_watch import WatchId, WorkerWatch
 
 MAX_BLOCKS_AT_ONCE = 5000  # a session that closes with more gives them back in slices
-
-
-@dataclass(slots=True, kw_only=True)
-class Shell:
-    """What the world outside gives the node."""
-
-    boot_id: str
-    clock: Callable[[], float]  # seconds, never decreasing
-    new_secret: Callable[[], str]  # unguessable
 
 
 class Node:
@@ -122,7 +113,7 @@ class Node:
                 return self._attached(live)
             if not self._may_replace(live, command):
                 raise mismatch
-        self._check_admitting()
+        self.check_admitting()
         if command.only_attaches:
             raise PlanRequired(command.name)
         check_expected(command, command.identity.plan_fingerprint)
@@ -263,7 +254,7 @@ class Node:
             if opened.must_reassert:
                 return replace(opened, lost_sequence_ids=self.recovering.take_up(live, opened.session, held(live)))
             return opened
-        self._check_admitting()
+        self.check_admitting()
         num_sessions = self.sessions.num_open(live.name)
         if num_sessions >= self.limits.max_sessions_per_pool:
             raise TooManyPoolSessions(live.name, num_sessions, self.limits.max_sessions_per_pool)
@@ -304,6 +295,9 @@ class Node:
             self._ended(session)
         if self.recovering.pools:
             self.recovering.settle(self.now_s)
+        for live in self.pools.values():
+            if live.journal is not None:
+                live.journal.keep_order()
         return self._reaper.work(self.now_s)
 
     def session_use(self, session: Session) -> SessionUse:
@@ -378,8 +372,8 @@ class Node:
         cause = session.end_cause or EndCause.KILLED
         live.totals.sessions_ended[cause.value] += 1
         use = live.pool.use_of(session.slot) if cause is EndCause.CLOSED else SessionUse()
-        completed_step = session.steps.completed_step
-        completed = live.pool.complete(session.slot, completed_step) if completed_step else None
+        done = session.steps.completed_step
+        completed = live.pool.complete(session.slot, done) if done else None
         live.annotations.drop_session(session.slot)
         if cause is EndCause.CLOSED and use.num_held_blocks <= MAX_BLOCKS_AT_ONCE:
             live.pool.close_session(session.slot)
@@ -395,6 +389,7 @@ class Node:
         if name in self._busy:
             raise PoolBusy(name, self._busy[name])
 
-    def _check_admitting(self) -> None:
+    def check_admitting(self) -> None:
+        """Raises Draining: nothing new begins any more."""
         if self.drain.is_draining:
             raise Draining(self.drain.retry_after_s)

@@ -11,7 +11,7 @@
   stack as one negative entry, so that walking past it again costs one step, however long it is.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from kvhold_server.pool.errors import OutOfBlocks
@@ -31,7 +31,19 @@ class _Run:
 class FreeList:
     """Ids first..end-1 in order at first. `count` is the number of valid entries."""
 
-    __slots__ = ("_end", "_fresh", "_head", "_next_run", "_num_stale", "_queue", "_runs", "_stack", "_stale", "count")
+    __slots__ = (
+        "_end",
+        "_fresh",
+        "_head",
+        "_next_run",
+        "_num_stale",
+        "_queue",
+        "_runs",
+        "_stack",
+        "_stale",
+        "count",
+        "recent",
+    )
 
     def __init__(self, first: int, end: int) -> None:
         self.count = end - first
@@ -43,6 +55,7 @@ class FreeList:
         self._num_stale = 0
         self._runs: dict[int, _Run] = {}
         self._next_run = 1
+        self.recent: deque[list[int]] | None = None  # what came to the back, for whoever keeps the order elsewhere
 
     def take(self, count: int) -> tuple[list[int], int]:
         """Removes the `count` first blocks; returns them and how many of the leading ones never have a hash.
@@ -162,6 +175,8 @@ class FreeList:
     def append(self, blocks: list[int]) -> None:
         """Puts blocks at the back, in this order."""
         self._queue += blocks
+        if self.recent is not None:
+            self.recent.append(blocks)
         self.count += len(blocks)
 
     def leave(self, blocks: list[int]) -> None:
