@@ -32,7 +32,13 @@ from kvhold.v1 import (
 )
 from kvhold_client.calls import CallSettings, call
 from kvhold_client.channels import open_channel
-from kvhold_client.codec import decode_capabilities, decode_plan, decode_prefix_stats, decode_session_info
+from kvhold_client.codec import (
+    decode_capabilities,
+    decode_plan,
+    decode_plan_response,
+    decode_prefix_stats,
+    decode_session_info,
+)
 from kvhold_client.mapping import MappedRegion, map_region
 from kvhold_client.plan import Plan
 from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
@@ -76,7 +82,7 @@ class Client:
 
     def plan(self, request: plan_pb2.PlanRequest) -> Plan:
         """Plans without allocating anything. Raises InvalidRequest, Exhausted, Unsupported, PreconditionFailed."""
-        return decode_plan(call(self._plans.Plan, request, self._settings).plan)
+        return decode_plan_response(call(self._plans.Plan, request, self._settings))
 
     # ------------------------------------------------------------------------------------------------------- pools
     def open_pool(self, request: PoolRequest) -> "Pool":

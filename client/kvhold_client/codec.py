@@ -1,8 +1,11 @@
 """Generated messages → the client's own values. Steps have their own, quicker codec in `step.py`."""
 
+from dataclasses import replace
 from typing import Any
 
 from kvhold.v1 import plan_pb2, pool_pb2, session_pb2
+from kvhold_client.enum_words import enum_word
+from kvhold_client.explanation_codec import decode_choice, decode_explanation
 from kvhold_client.layout import Placement
 from kvhold_client.plan import Plan, PlannedGroup, PlannedRank, PlanWarning
 from kvhold_client.rank_layout import rank_layout_from_message
@@ -14,19 +17,12 @@ __all__ = [
     "decode_capabilities",
     "decode_counts",
     "decode_plan",
+    "decode_plan_response",
     "decode_prefix_stats",
     "decode_session_info",
     "decode_shape",
     "enum_word",
 ]
-
-
-def enum_word(enum: Any, value: int, prefix: str) -> str:
-    """STRATEGY_MODERN → modern. A number that this client does not know stays a number."""
-    try:
-        return str(enum.Name(value)).removeprefix(prefix).lower()
-    except ValueError:
-        return str(value)
 
 
 def decode_capabilities(m: plan_pb2.GetCapabilitiesResponse) -> Capabilities:
@@ -41,6 +37,15 @@ def decode_capabilities(m: plan_pb2.GetCapabilitiesResponse) -> Capabilities:
         memory_backends=tuple(m.memory_backends),
         hash_algorithms=tuple(m.hash_algorithms),
         bounds=tuple(Bound(name=bound.name, max_value=bound.max_value) for bound in m.bounds),
+    )
+
+
+def decode_plan_response(m: plan_pb2.PlanResponse) -> Plan:
+    """The plan, with what it says about itself where that was asked for."""
+    return replace(
+        decode_plan(m.plan),
+        choice=decode_choice(m.choice) if m.HasField("choice") else None,
+        explanation=decode_explanation(m.explanation) if m.HasField("explanation") else None,
     )
 
 
@@ -84,6 +89,7 @@ def _rank(plan: plan_pb2.Plan, rank: int) -> PlannedRank:
         host_region_size_bytes=m.host_region_size_bytes,
         groups=tuple(_group(group, plan) for group in m.groups),
         placements=_placements(plan, rank),
+        draft_layer_names=tuple(m.draft_layer_names),
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvhold_client.explanation import GroupingChoice, PlanExplanation
 from kvhold_client.layout import Placement
 
 
@@ -34,6 +35,7 @@ class PlannedRank:
     host_region_size_bytes: int
     groups: tuple[PlannedGroup, ...]
     placements: tuple[Placement, ...]
+    draft_layer_names: tuple[str, ...] = ()  # their blocks are those of the drafter's own pool
 
     @property
     def wasted_bytes_per_block(self) -> int:
@@ -78,3 +80,5 @@ class Plan:
     groups: tuple[PlannedGroup, ...]  # the scheduler's view: those of rank 0
     ranks: tuple[PlannedRank, ...]
     warnings: tuple[PlanWarning, ...]
+    choice: GroupingChoice | None = None  # of the compact strategy
+    explanation: PlanExplanation | None = None  # where the request asked for it

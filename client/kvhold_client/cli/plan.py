@@ -13,8 +13,9 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from kvhold.v1 import plan_pb2
-from kvhold_client.cli.console import Console
+from kvhold_client.cli.console import Console, plain
 from kvhold_client.cli.exits import OK, UsageError
+from kvhold_client.cli.plan_picture import pictures
 from kvhold_client.cli.plan_tables import print_plan
 from kvhold_client.cli.units import parse_bytes
 from kvhold_client.client import Client
@@ -45,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Plans and shows."""
     title, request = plan_source(args)
+    request.explain = True
     plan = plan_somewhere(request, args)
     if args.output == "json":
-        console.json(plan)
+        console.json({**plain(plan), "pictures": [plain(picture) for picture in pictures(plan)]})
     else:
         print_plan(console, title, plan, all_tensors=args.tensors)
     return OK

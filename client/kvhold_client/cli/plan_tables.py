@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvhold_client.cli.console import Console
+from kvhold_client.cli.plan_explained import print_explanation
 from kvhold_client.cli.units import format_bytes, format_count, format_share
 from kvhold_client.layout import Placement
 from kvhold_client.plan import Plan, PlannedGroup, PlannedRank
@@ -24,6 +25,7 @@ def print_plan(console: Console, title: str, plan: Plan, *, all_tensors: bool = 
     _print_tensors(console, rank, all_tensors=all_tensors)
     console.print()
     _print_memory(console, plan)
+    print_explanation(console, plan)
     for warning in plan.warnings:
         console.print(f"{console.styled('warning', 'yellow')}  {warning.message}")
 
