@@ -17,7 +17,8 @@ from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind
 from kvhold_server.memory.fake import FakeBackend
 from kvhold_server.node.identity import PoolOptions, PoolOverrides
-from kvhold_server.node.node import Node, Shell
+from kvhold_server.node.node import Node
+from kvhold_server.node.node_values import Shell
 from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.rpc.pool_codec import wire_shape
 from kvhold_server.rpc.services.blocks import BlockService

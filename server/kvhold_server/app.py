@@ -21,7 +21,8 @@ import grpc
 from kvhold_server.backends import make_backends
 from kvhold_server.config import ServerConfig, split_host_port
 from kvhold_server.http import HttpServer
-from kvhold_server.node.node import Node, Shell
+from kvhold_server.node.node import Node
+from kvhold_server.node.node_values import Shell
 from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pages import make_routes
 from kvhold_server.quarantine_log import QuarantineLog

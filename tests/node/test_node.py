@@ -11,7 +11,8 @@ from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.memory.fake import FakeBackend
 from kvhold_server.node.identity import PoolOptions, PoolOverrides
 from kvhold_server.node.live_pool import LivePool
-from kvhold_server.node.node import Node, Shell
+from kvhold_server.node.node import Node
+from kvhold_server.node.node_values import Shell
 from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.node.step_values import StepCommand
 from kvhold_server.pool.values import AdmitColumns, StepInput

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvhold.v1 import plan_pb2, session_pb2
+from kvhold.v1 import event_pb2, plan_pb2, session_pb2
 from kvhold_server.app import Daemon
 from kvhold_server.config import ConfigError, ServerConfig
 from kvhold_server.rpc.server import AddressInUse, SocketClaim, SocketInUse, SocketPathTaken, SocketPathUnusable
@@ -127,7 +127,8 @@ async def test_draining_refuses_new_sessions_and_lets_running_ones_finish(daemon
     session = await daemon.open_session()
     await session.keep_alive()
     daemon.node.begin_drain(30.0)
-    for call in (daemon.open_session(), daemon.open_pool("q")):
+    watch = daemon.events.WatchEvents(event_pb2.WatchEventsRequest(pool="p"))
+    for call in (daemon.open_session(), daemon.open_pool("q"), watch.read()):
         refusal = await refused(call)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert float(refusal.metadata["retry_after_s"]) > 0

@@ -1,5 +1,6 @@
 """What the node answers and keeps beside pools and sessions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -38,3 +39,12 @@ class DrainState:
     deadline_at_s: float = inf
     is_draining: bool = False
     retry_after_s: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Shell:
+    """What the world outside gives the node."""
+
+    boot_id: str
+    clock: Callable[[], float]  # seconds, never decreasing
+    new_secret: Callable[[], str]  # unguessable

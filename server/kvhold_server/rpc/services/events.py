@@ -39,6 +39,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             rule = f"must be {MIN_HEARTBEAT_MS}..{MAX_HEARTBEAT_MS}, or 0"
             raise InvalidField("heartbeat_interval_ms", heartbeat_ms, rule)
         live = node.pool(request.pool)
+        node.check_admitting()
         if self._num_watchers >= node.limits.max_watchers:
             raise TooManyWatchers(self._num_watchers, node.limits.max_watchers)
         self._num_watchers += 1
