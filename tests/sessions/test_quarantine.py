@@ -118,3 +118,15 @@ def test_an_export_by_name_that_becomes_a_watched_mapping_is_no_longer_unwatched
     watch.client_gone(RED, 11)
     assert [w.evidence for w in watch.witnesses(POOL, RED, 50.0)] == [Evidence.GONE]
     watch.check_invariants()
+
+
+def test_a_mapping_that_outlives_its_session_testifies_for_the_next_session_of_its_process() -> None:
+    watch = WorkerWatch()
+    mapping = watch.add(pool=POOL, rank=0, session_id=RED, pid=11, is_watched=True, now_s=1.0)
+    watch.forget_session(POOL, RED)
+    assert watch.num_mappings(POOL) == 1
+    assert [w.pid for w in watch.witnesses(POOL, BLUE, 50.0, 11)[1:]] == [11]
+    assert watch.witnesses(POOL, BLUE, 50.0, 12)[1:] == (), "of another process"
+    watch.gone(mapping.id)
+    assert watch.witnesses(POOL, BLUE, 50.0, 11)[1:] == ()
+    watch.check_invariants()

@@ -371,7 +371,7 @@ class SessionTable:
         facts = DeathFacts(
             ended_in_order=session.end_cause is EndCause.CLOSED,
             stream_ended_at_s=session.stream_ended_at_s,
-            witnesses=self.watch.witnesses(session.pool, session.session_id, session.ended_at_s),
+            witnesses=self.watch.witnesses(session.pool, session.session_id, session.ended_at_s, session.request.pid),
         )
         return judge(facts, self.terms, now_s)
 

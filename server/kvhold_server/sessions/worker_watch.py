@@ -18,6 +18,7 @@ from kvhold_server.sessions.errors import TooManyWatches
 from kvhold_server.sessions.quarantine import Evidence, Witness
 
 WatchId = NewType("WatchId", int)
+SETTLED = SessionId("")  # whose session is over; the process still maps the pool
 CLIENT_RANK = -1  # a watch on the client process itself, which maps nothing by that
 
 
@@ -110,24 +111,29 @@ class WorkerWatch:
             self._gone_clients[watch.session_id] = watch.pid
 
     def forget_session(self, pool: PoolName, session_id: SessionId) -> None:
-        """The session is settled. Its workers that still run stay counted as mappings of the pool, as nobody's."""
+        """The session is settled. Its workers that still run may serve a later session of the same process."""
         self._gone_clients.pop(session_id, None)
         for watch_id in list(self._groups.get((pool, session_id), ())):
             watch = self._watches[watch_id]
-            if not watch.is_watched or watch.rank == CLIENT_RANK:
-                self._remove(watch)
+            self._remove(watch)
+            if watch.is_watched and watch.rank != CLIENT_RANK:
+                self._insert(replace(watch, session_id=SETTLED))
 
     def drop_pool(self, pool: PoolName) -> None:
         """The pool is deleted."""
         for watch in [watch for watch in self._watches.values() if watch.pool == pool]:
             self._remove(watch)
 
-    def witnesses(self, pool: PoolName, session_id: SessionId, died_at_s: float) -> tuple[Witness, ...]:
+    def witnesses(
+        self, pool: PoolName, session_id: SessionId, died_at_s: float, client_pid: int = 0
+    ) -> tuple[Witness, ...]:
         """Who could still write to this session's blocks, its client first."""
         own = [self._watches[watch_id] for watch_id in sorted(self._groups.get((pool, session_id), ()))]
         unbound = [self._watches[watch_id] for watch_id in sorted(self._groups.get((pool, None), ()))]
         found = [watch.witness() for watch in own]
         found += [watch.witness() for watch in unbound if watch.since_s <= died_at_s]
+        settled = [self._watches[watch_id] for watch_id in sorted(self._groups.get((pool, SETTLED), ()))]
+        found += [watch.witness() for watch in settled if client_pid and watch.pid == client_pid]
         if session_id in self._gone_clients:
             found.insert(0, Witness(what="client", pid=self._gone_clients[session_id], evidence=Evidence.GONE))
         elif not any(watch.rank == CLIENT_RANK for watch in own):
