@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
+from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.node.event_log import ClearedAll, EventLog, NumberedChange, StoredRun
 from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.values import StepInput
 
 UNIT = 4
 
@@ -162,3 +163,65 @@ def test_the_ring_is_bounded_and_says_when_it_forgot() -> None:
         log.absorb(None, [Cleared()])
     assert [event.number for event in log.since(2) or []] == [3, 4, 5]
     assert log.since(1) is None and log.since(6) is None and log.since(5) == []
+
+
+def test_a_hash_that_its_block_loses_and_gets_again_in_one_step_is_still_told() -> None:
+    """A step that names itself as complete: what it publishes comes after what it evicts."""
+    pool = make_pool(num_blocks=5)
+    log = EventLog(config=pool.config, max_events=10)
+    log.follow(pool.published())
+    session = pool.open_session()
+    reader = Reader()
+    for step, name in enumerate((b"a", b"a", b"b"), start=1):
+        items = StepInput(step=step, completed_step=step)
+        items.free.sequence_ids = [step - 1] if step > 1 else []
+        items.admit.sequence_ids, items.admit.num_tokens = [step], [2 * UNIT]
+        items.admit.hash_counts, items.admit.hashes = [2], [name * 32, name * 31 + b"2"]
+        items.token_budget, items.admit.skip_lookup = 10**6, [True]
+        output = pool.step(session, items)
+        log.absorb(output.completed, output.events)
+        log.absorb(output.completed_last, ())
+        reader.apply(log.since(reader.number) or [])
+        public = pool.published()
+        assert reader.index == set(zip(public.groups, public.hashes, strict=True)) and reader.index
+
+
+def test_hashes_of_parts_of_blocks_are_not_told() -> None:
+    """A state that goes on being written hands its hash to a copy, without an event."""
+    state = GroupConfig(kind=GroupKind.MAMBA, block_size_tokens=16, mamba_mode=MambaMode.ALIGN)
+    config = PoolConfig(
+        groups=(GroupConfig(kind=GroupKind.FULL, block_size_tokens=16), state),
+        num_blocks=40,
+        hash_unit_tokens=UNIT,
+        scheduler_block_tokens=16,
+        max_model_len=1000,
+        report_completed=True,
+    )
+    pool = Pool(config)
+    log = EventLog(config=config, max_events=100)
+    log.follow(pool.published())
+    session = pool.open_session()
+    hashes = [bytes([i]) * 32 for i in range(12)]
+    reader = Reader()
+    for step, slots in enumerate((32, 40, 41, 48, 49), start=1):
+        pool.begin_step(session, step)
+        if step == 1:
+            pool.admit(
+                session, 1, num_tokens=41, num_prompt_tokens=41, max_new_tokens=32, token_budget=100, hashes=hashes[:10]
+            )
+        else:
+            new = hashes[10:] if slots == 48 else []
+            pool.extend(
+                session, 1, slots_needed=slots, processed_tokens=slots - 1, publish_tokens=min(slots, 48), hashes=new
+            )
+        log.absorb(pool.complete(session, step), pool.take_events())
+    assert any(tokens % 16 for tokens in pool.published().key_tokens), "a part has a hash"
+    reader.apply(log.since(0) or [])
+    whole = {(0, hashes[3]), (0, hashes[7]), (0, hashes[11])}
+    assert {entry for entry in reader.index if entry[0] == 0} == whole
+    assert all(entry[1] in (hashes[3], hashes[7], hashes[11]) for entry in reader.index)
+    pool.free(session, 1)
+    pool.evict(range(1, 40))
+    log.absorb(None, pool.take_events())
+    reader.apply(log.since(reader.number) or [])
+    assert reader.index == set()

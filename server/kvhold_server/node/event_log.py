@@ -5,6 +5,8 @@
     pool: Removed ─────────────▶ last visible block of (group, hash) gone? ───▶ RemovedRun 18
     pool: Cleared ──────────────────────────────────────────────────────────▶ ClearedAll 19
 
+Hashes of prefixes that end inside a block are not told: routing by them gains less than a block, and some move.
+
 The log follows the pool from its first reader on (it costs memory per cached block); what was cached before is read
 from the pool once, then without parents. It is a ring: a reader that is further behind than `max_events` has lost
 some, and starts over with a snapshot.
@@ -95,11 +97,8 @@ class EventLog:
         if self.is_following:
             return
         self.is_following = True
-        sizes = [group.block_size_tokens for group in self.config.groups]
-        rows = zip(public.groups, public.blocks, public.hashes, public.key_tokens, strict=True)
-        for group, block, block_hash, tokens in rows:
-            place = _Place(block_hash, max(0, tokens // sizes[group] - 1), None)
-            self._visible.setdefault((group, block_hash), {})[block] = place
+        for group, block, block_hash, index in self._whole_blocks(public):
+            self._visible.setdefault((group, block_hash), {})[block] = _Place(block_hash, index, None)
 
     def absorb(self, completed: Completed | None, events: Iterable[Event], clear_reason: str = "RESET") -> None:
         """Applies what one call of the pool did, in its order: what it completed came first."""
@@ -154,13 +153,20 @@ class EventLog:
                 place.source = source
             parent, previous_index = block_hash, index
 
+    def _whole_blocks(self, public: Completed) -> Iterator[tuple[int, int, bytes, int]]:
+        """(group, block, hash, index in the prompt). Hashes of parts of blocks are left out: states move with theirs."""
+        sizes = [group.block_size_tokens for group in self.config.groups]
+        rows = zip(public.groups, public.blocks, public.hashes, public.key_tokens, strict=True)
+        for group, block, block_hash, tokens in rows:
+            if not tokens % sizes[group]:
+                yield group, block, block_hash, tokens // sizes[group] - 1
+
     def _completed(self, completed: Completed) -> None:
         fresh: list[tuple[int, int, _Place]] = []
-        rows = zip(completed.groups, completed.blocks, completed.hashes, completed.key_tokens, strict=True)
-        for group, block, block_hash, tokens in rows:
+        for group, block, block_hash, index in self._whole_blocks(completed):
             place = self._pending.pop((group, block), None)
             if place is None or place.hash != block_hash:
-                place = _Place(block_hash, max(0, tokens // self.config.groups[group].block_size_tokens - 1), None)
+                place = _Place(block_hash, index, None)
             blocks = self._visible.setdefault((group, block_hash), {})
             is_new = not blocks
             blocks[block] = place

@@ -46,6 +46,8 @@ def apply_step(
         output = live.pool.step(session.slot, items, now_s=now_s)
     count_items(live.totals, output, quota_limited=quota_limited)
     live.note(output.completed, output.events)
+    if output.completed_last is not None:
+        live.note(output.completed_last, ())
     if len(live.annotations):
         live.annotations.drop(session.slot, items.free.sequence_ids)
     answer = StepAnswer(
@@ -125,12 +127,11 @@ def is_unknown(error: object) -> bool:
 
 def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand, now_s: float) -> StepOutput:
     items = command.items
-    first = StepInput(step=items.step, completed_step=items.completed_step, free=items.free)
+    first = StepInput(step=items.step, completed_step=min(items.completed_step, items.step - 1), free=items.free)
     freed = live.pool.step(slot, first, now_s=now_s)
     drop_hashes(live, slot, command)
     rest = replace(items, free=FreeColumns())
     output = live.pool.step(slot, rest, now_s=now_s)
-    output.completed = freed.completed
     output.completed = freed.completed
     output.free_status, output.free_counts = freed.free_status, freed.free_counts
     output.events[:0] = [*freed.events, *live.pool.take_events()]

@@ -138,7 +138,7 @@ class Pool:
         turn.output = StepOutput()
         output.copies.sort(key=lambda copy: copy.group)
         if items.completed_step >= owner.step:
-            output.completed = self.tenures.complete(owner, owner.step).after(output.completed)
+            output.completed_last = self.tenures.complete(owner, owner.step)
         output.events = self.take_events()
         return output
 

@@ -194,17 +194,6 @@ class Completed:
     hashes: list[bytes]
     key_tokens: list[int]  # length of the prefix that the hash stands for
 
-    def after(self, earlier: Completed | None) -> Completed:
-        """Both, the earlier one first."""
-        if earlier is None:
-            return self
-        return Completed(
-            groups=earlier.groups + self.groups,
-            blocks=earlier.blocks + self.blocks,
-            hashes=earlier.hashes + self.hashes,
-            key_tokens=earlier.key_tokens + self.key_tokens,
-        )
-
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
@@ -229,7 +218,8 @@ class StepOutput:
     admit_blocks: list[int] = field(default_factory=list)
     lookup_hit_tokens: list[int] = field(default_factory=list)
     lookup_boundary_tokens: list[int] = field(default_factory=list)
-    completed: Completed | None = None  # what `completed_step` proved, if recovery records are wanted
+    completed: Completed | None = None  # what `completed_step` proved, if recovery records are wanted; before `events`
+    completed_last: Completed | None = None  # a step that names itself as complete: what it proved, after `events`
     copies: list[Copy] = field(default_factory=list)
     zero_blocks: list[int] = field(default_factory=list)  # clear before use
     hand_offs: list[HandOff] = field(default_factory=list)
