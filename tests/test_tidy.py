@@ -31,7 +31,7 @@ LEVELS: tuple[set[str], ...] = (
     {"planner", "pool", "sessions", "memory"},
     {"node"},
     {"config", "http", "exposition"},
-    {"backends", "logs", "metrics"},
+    {"backends", "logs", "metrics", "quarantine_log"},
     {"rpc", "observe"},
     {"pages"},
     {"app"},
