@@ -12,14 +12,14 @@ from kvhold_server.pool.values import StepInput
 UNIT = 4
 
 
-def make_pool(num_blocks: int = 24) -> Pool:
+def make_pool(num_blocks: int = 24, num_groups: int = 2) -> Pool:
     groups = (
         GroupConfig(kind=GroupKind.FULL, block_size_tokens=UNIT),
         GroupConfig(kind=GroupKind.SLIDING_WINDOW, block_size_tokens=UNIT, window_tokens=2 * UNIT),
     )
     return Pool(
         PoolConfig(
-            groups=groups,
+            groups=groups[:num_groups],
             num_blocks=num_blocks,
             hash_unit_tokens=UNIT,
             scheduler_block_tokens=UNIT,
@@ -167,7 +167,7 @@ def test_the_ring_is_bounded_and_says_when_it_forgot() -> None:
 
 def test_a_hash_that_its_block_loses_and_gets_again_in_one_step_is_still_told() -> None:
     """A step that names itself as complete: what it publishes comes after what it evicts."""
-    pool = make_pool(num_blocks=5)
+    pool = make_pool(num_blocks=2, num_groups=1)
     log = EventLog(config=pool.config, max_events=10)
     log.follow(pool.published())
     session = pool.open_session()
@@ -175,8 +175,8 @@ def test_a_hash_that_its_block_loses_and_gets_again_in_one_step_is_still_told() 
     for step, name in enumerate((b"a", b"a", b"b"), start=1):
         items = StepInput(step=step, completed_step=step)
         items.free.sequence_ids = [step - 1] if step > 1 else []
-        items.admit.sequence_ids, items.admit.num_tokens = [step], [2 * UNIT]
-        items.admit.hash_counts, items.admit.hashes = [2], [name * 32, name * 31 + b"2"]
+        items.admit.sequence_ids, items.admit.num_tokens = [step], [UNIT]
+        items.admit.hash_counts, items.admit.hashes = [1], [name * 32]
         items.token_budget, items.admit.skip_lookup = 10**6, [True]
         output = pool.step(session, items)
         log.absorb(output.completed, output.events)

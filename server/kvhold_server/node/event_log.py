@@ -154,7 +154,7 @@ class EventLog:
             parent, previous_index = block_hash, index
 
     def _whole_blocks(self, public: Completed) -> Iterator[tuple[int, int, bytes, int]]:
-        """(group, block, hash, index in the prompt). Hashes of parts of blocks are left out: states move with theirs."""
+        """(group, block, hash, index in the prompt). Hashes of parts of blocks are left out: some move."""
         sizes = [group.block_size_tokens for group in self.config.groups]
         rows = zip(public.groups, public.blocks, public.hashes, public.key_tokens, strict=True)
         for group, block, block_hash, tokens in rows:
