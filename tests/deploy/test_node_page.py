@@ -1,5 +1,6 @@
 """The node page of a live, loaded daemon: numbers without a script, live with one, nothing loaded from elsewhere."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -9,9 +10,12 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.deploy.live import LiveDaemon, chromium
+from kvhold.v1 import event_pb2, event_pb2_grpc
+from tests.deploy.live import LiveDaemon, chromium, daemon
+from tests.deploy.load import Client
 
 VOID = {"meta", "link", "input", "br", "img", "rect"}
 
@@ -157,3 +161,24 @@ def test_browser_draws_the_maps_without_a_complaint(
     assert sorted(drawn) == [("chat", "2000"), ("code", "2000")]
     assert '<span id="status" role="status" class="dim">live</span>' in dom
     assert shown(dom)["held"] == shown(loaded.get("/"))["held"]
+
+
+async def watch_and_work(live: LiveDaemon) -> None:
+    """Some steps while somebody reads events."""
+    client = Client(live.target, "events", "engine", seed=3)
+    await client.open()
+    async with grpc.aio.insecure_channel(live.target) as channel:
+        stream = event_pb2_grpc.EventServiceStub(channel).WatchEvents(event_pb2.WatchEventsRequest(pool="events"))
+        await stream.read()  # the snapshot: the log has begun
+        for _ in range(20):
+            await client.step()
+        stream.cancel()
+    await client.close()
+
+
+def test_event_tail_shows_what_a_reader_gets(tmp_path: Path) -> None:
+    with daemon(tmp_path) as live:
+        asyncio.run(watch_and_work(live))
+        page = live.get("/")
+        assert re.search(r"events #\d+ stored +\d+ in group 0: [0-9a-f]{12}", page)
+        assert scraped(live.get("/metrics"), "kvhold_events_total", pool="events")[0] > 0

@@ -9,13 +9,14 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from string import Template
 
 from kvhold_server.metrics import PoolSnapshot, block_states, usage_ratio
 from kvhold_server.node.telemetry import Histogram
-from kvhold_server.observe.view import NodeView, PoolView, SessionView
+from kvhold_server.observe.view import NodeView, PlacementView, PoolView, SessionView
 
 OUTCOME_WORDS = {
     "hit_own": "hit, own session",
@@ -206,11 +207,11 @@ def _plan(pool: PoolView) -> str:
         for i, g in enumerate(pool.groups)
     )
     table = _table(("group", "kind", "#tokens a block", "#layers", "layers"), rows)
-    return _plan_svg(pool) + table
+    return _plan_svg(pool.placements) + table
 
 
-def _plan_svg(pool: PoolView) -> str:
-    placed = pool.placements
+@lru_cache(maxsize=64)
+def _plan_svg(placed: tuple[PlacementView, ...]) -> str:
     if not placed:
         return ""
     groups = sorted({p.group for p in placed})

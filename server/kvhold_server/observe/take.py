@@ -3,6 +3,7 @@ once in SESSIONS_PERIOD_S, because each session counts its blocks: session by se
 """
 
 import asyncio
+from dataclasses import dataclass
 
 from kvhold_server.domain.plan import RankPlan
 from kvhold_server.metrics import PoolSnapshot, take_snapshot
@@ -34,6 +35,7 @@ class Observer:
         self._sessions: tuple[SessionView, ...] = ()
         self._sessions_at_s = float("-inf")
         self._residency: dict[str, ResidencyHistograms] = {}
+        self._pictures: dict[str, PlanPicture] = {}
 
     async def take(self) -> NodeView:
         """The whole picture now; sessions may be two seconds old."""
@@ -45,13 +47,21 @@ class Observer:
         return NodeView(
             snapshot=snapshot,
             pools=tuple(
-                pool_view(node, live, pool, self._residency_of(live))
+                pool_view(node, live, pool, self._picture_of(live), self._residency_of(live))
                 for live, pool in zip(node.pools.values(), snapshot.pools, strict=True)
             ),
             sessions=self._sessions,
             backends=backend_views(node),
             devices=device_views(node),
         )
+
+    def _picture_of(self, live: LivePool) -> "PlanPicture":
+        """Made once a pool: a plan never changes, and may have hundreds of layers."""
+        known = self._pictures.get(live.name)
+        if known is None or known.opened_at_s != live.opened_at_s:
+            self._pictures = {name: kept for name, kept in self._pictures.items() if name in self._node.pools}
+            known = self._pictures[live.name] = PlanPicture.of(live)
+        return known
 
     def _residency_of(self, live: LivePool) -> ResidencyHistograms:
         """Drains the pool's samples. It keeps a bounded number: a pool that nobody looks at loses the oldest."""
@@ -61,21 +71,37 @@ class Observer:
         return histograms.copy()
 
 
-def pool_view(node: Node, live: LivePool, snapshot: PoolSnapshot, residency: ResidencyHistograms) -> PoolView:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPicture:
+    """What a view shows of a pool's plan."""
+
+    opened_at_s: float  # tells a pool from a later one of the same name
+    groups: tuple[GroupView, ...]
+    placements: tuple[PlacementView, ...]
+
+    @classmethod
+    def of(cls, live: LivePool) -> "PlanPicture":
+        ranks = live.plan.ranks if live.plan else ()
+        placements = _placements(ranks[0]) if ranks else ()
+        return cls(opened_at_s=live.opened_at_s, groups=_groups(live), placements=placements)
+
+
+def pool_view(
+    node: Node, live: LivePool, snapshot: PoolSnapshot, picture: PlanPicture, residency: ResidencyHistograms
+) -> PoolView:
     """One pool."""
-    ranks = live.plan.ranks if live.plan else ()
     return PoolView(
         snapshot=snapshot,
         plan_fingerprint=live.identity.plan_fingerprint,
         block_size_tokens=live.config.scheduler_block_tokens,
-        num_ranks=len(ranks),
+        num_ranks=live.num_ranks,
         age_s=node.now_s - live.opened_at_s,
         num_mappings=node.watch.num_mappings(live.name),
         num_event_watchers=len(live.events.watchers),
         num_events=live.events.last_number,
         num_event_losses=live.events.num_losses,
-        groups=_groups(live),
-        placements=_placements(ranks[0]) if ranks else (),
+        groups=picture.groups,
+        placements=picture.placements,
         quotas=dict(live.quotas),
         evicted_miss_tokens_by_age=tuple(snapshot.prefix.miss_evicted_by_age_tokens),
         residency=residency,
