@@ -45,7 +45,18 @@ NOT_IN_CORE = set(
 )
 
 # Imports inside a function: only of packages that an install may lack, or whose import would slow every command down.
-LAZY_ALLOWED = {"torch", "cuda", "prometheus_client", "xxhash", "rich", "numpy", "grpc", "zmq", "msgpack", "opentelemetry"}
+LAZY_ALLOWED = {
+    "torch",
+    "cuda",
+    "prometheus_client",
+    "xxhash",
+    "rich",
+    "numpy",
+    "grpc",
+    "zmq",
+    "msgpack",
+    "opentelemetry",
+}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
