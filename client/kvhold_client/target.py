@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 TARGET_VARIABLE = "KVHOLD_TARGET"
+SOCKET_VARIABLE = "KVHOLD_SOCKET"  # a setting of the daemon: one environment serves both
 
 CONNECT_TIMEOUT_MS = 5000
 
@@ -17,10 +18,11 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 
 def default_target(environ: Mapping[str, str] | None = None) -> str:
-    """The target that `KVHOLD_TARGET` names, or the socket in the caller's runtime directory."""
+    """What `KVHOLD_TARGET` names, else the daemon's own `KVHOLD_SOCKET`, else a socket in the runtime directory."""
     env = os.environ if environ is None else environ
-    if env.get(TARGET_VARIABLE):
-        return normal_target(env[TARGET_VARIABLE])
+    named = env.get(TARGET_VARIABLE) or env.get(SOCKET_VARIABLE)
+    if named:
+        return normal_target(named)
     if env.get("XDG_RUNTIME_DIR"):
         return f"unix:{env['XDG_RUNTIME_DIR']}/kvhold/kvhold.sock"
     return f"unix:/tmp/kvhold-{os.getuid()}/kvhold.sock"

@@ -64,6 +64,11 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
     assert name in done.stderr
 
 
+def test_the_daemons_own_variable_names_the_target_too(tmp_path: Path) -> None:
+    done = run("pools", "--timeout", "2", KVHOLD_SOCKET=str(tmp_path / "daemon.sock"))
+    assert "daemon.sock" in done.stderr
+
+
 def test_version_needs_no_daemon(tmp_path: Path) -> None:
     done = run("version", "-o", "json", XDG_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 0

@@ -76,12 +76,10 @@ def _say_what_it_means(console: Console, s: Summary) -> None:
         console.print(console.styled("Something is not as it should be: see above.", "red"))
         return
     hit = format_share(s.hit_tokens, s.query_tokens)
-    inherited = format_share(s.inherited_hit_tokens, s.inherited_query_tokens)
     console.print(console.styled("All good.", "green"))
     console.print(f"{hit} of the prompt tokens came from the cache instead of being computed.")
-    console.print(
-        "One scheduler was killed with SIGKILL in the middle of its work. Its successor took over its requests,"
-    )
-    console.print(
-        f"found {inherited} of their tokens still cached, and no reader ever saw a byte that it did not expect."
-    )
+    if s.kill is None:
+        return
+    inherited = format_share(s.inherited_hit_tokens, s.inherited_query_tokens)
+    console.print("One scheduler was killed with SIGKILL in the middle of its work. Its successor took over its")
+    console.print(f"requests, found {inherited} of their tokens still cached, and no reader saw an unexpected byte.")

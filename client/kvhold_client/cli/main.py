@@ -22,7 +22,7 @@ from kvhold_client import __version__
 from kvhold_client.cli.console import Console
 from kvhold_client.cli.exits import FAILED, OK, UNREACHABLE, USAGE, CommandFailed, UsageError
 from kvhold_client.errors import KvholdError, Unreachable
-from kvhold_client.target import default_target
+from kvhold_client.target import SOCKET_VARIABLE, TARGET_VARIABLE, default_target
 
 OUTPUT_VARIABLE = "KVHOLD_OUTPUT"
 TIMEOUT_VARIABLE = "KVHOLD_TIMEOUT_S"
@@ -124,7 +124,7 @@ def _parse(
         raise UsageError(f"{OUTPUT_VARIABLE} = {args.output!r}: must be one of {', '.join(OUTPUTS)}")
     if args.timeout is None:
         args.timeout = _timeout(env)
-    args.target_given = bool(args.target or env.get("KVHOLD_TARGET"))
+    args.target_given = bool(args.target or env.get(TARGET_VARIABLE) or env.get(SOCKET_VARIABLE))
     args.target = args.target or default_target(env)
     return args
 

@@ -1,6 +1,7 @@
 """`kvhold top`: pools and sessions, live. Rates are over the last interval. On a pipe it prints one screen and ends."""
 
 import argparse
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -36,20 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Until interrupted."""
+    with contextlib.suppress(KeyboardInterrupt), Client(args.target, timeout_s=args.timeout) as client:
+        _watch(client, args, console)
+    return OK
+
+
+def _watch(client: Client, args: argparse.Namespace, console: Console) -> None:
     once = args.once or not console.is_live
     before: Sample | None = None
-    with Client(args.target, timeout_s=args.timeout) as client:
-        while True:
-            now = Sample(at_s=time.monotonic(), pools=client.list_pools(), sessions=client.list_sessions())
-            if args.output == "json":
-                console.json({"pools": now.pools, "sessions": now.sessions})
-            else:
-                lines = screen(before, now, args.target, console)
-                console.print(("" if once else CLEAR) + "\n".join(lines))
-            if once:
-                return OK
-            before = now
-            time.sleep(max(args.interval, 0.1))
+    while True:
+        now = Sample(at_s=time.monotonic(), pools=client.list_pools(), sessions=client.list_sessions())
+        if args.output == "json":
+            console.json({"pools": now.pools, "sessions": now.sessions})
+        else:
+            lines = screen(before, now, args.target, console)
+            console.print(("" if once else CLEAR) + "\n".join(lines))
+        if once:
+            return
+        before = now
+        time.sleep(max(args.interval, 0.1))
 
 
 def screen(before: Sample | None, now: Sample, target: str, console: Console) -> list[str]:

@@ -18,7 +18,7 @@ from kvhold_client.client import Client, PoolStatus
 from kvhold_client.local_daemon import daemon_environment
 from kvhold_client.replay.counters import DONE, LIVE, SKIPPED, SharedCounters
 from kvhold_client.replay.metrics_page import MetricsPage, fetch_metrics
-from kvhold_client.replay.scheduler import SchedulerLimits
+from kvhold_client.replay.scheduler import MAX_HEADS, SchedulerLimits
 from kvhold_client.replay.worker import Job
 
 POLL_S = 0.05
@@ -68,7 +68,9 @@ class ReplayResult:
     page_after: MetricsPage | None
     num_rows: int
     num_left_out: int
+    max_call_tokens: int  # of the prompts that one call may admit
     kill: KillReport | None
+    kill_was_asked: bool
     failures: list[str] = field(default_factory=list)
 
 
@@ -121,7 +123,9 @@ class Replay:
             page_after=self._settled_page(page_before),
             num_rows=plan.num_rows,
             num_left_out=sum(state not in (DONE, SKIPPED) for state in self._counters.rows[: plan.num_rows]),
+            max_call_tokens=MAX_HEADS * plan.limits.max_model_len_tokens,
             kill=self._kill,
+            kill_was_asked=plan.kill_one_after_s is not None,
             failures=failures,
         )
 

@@ -52,6 +52,7 @@ class Summary:
     num_mismatches: int
     agreements: tuple[Agreement, ...]
     kill: KillReport | None
+    kill_was_asked: bool
     inherited_query_tokens: int
     inherited_hit_tokens: int
     failures: tuple[str, ...]
@@ -94,6 +95,7 @@ def summarize(result: ReplayResult, pool: str) -> Summary:
         num_mismatches=counters.total("mismatches"),
         agreements=tuple(_agreements(result, pool)),
         kill=result.kill,
+        kill_was_asked=result.kill_was_asked,
         inherited_query_tokens=counters.total("inherited_query_tokens"),
         inherited_hit_tokens=counters.total("inherited_hit_tokens"),
         failures=tuple(result.failures),
@@ -110,7 +112,7 @@ def _agreements(result: ReplayResult, pool: str) -> list[Agreement]:
     if result.page_before is None or result.page_after is None:
         return []
     counters = result.counters
-    slack = 2**40 if result.kill is not None and result.kill.was_in_call else 0
+    slack = result.max_call_tokens if result.kill is not None and result.kill.was_in_call else 0
     pairs = (
         ("query tokens", ("query_tokens",), "kvhold_prefix_query_tokens_total"),
         ("hit tokens", ("hit_tokens",), "kvhold_prefix_hit_tokens_total"),
@@ -194,6 +196,8 @@ def _bytes(s: Summary) -> str:
 def _print_kill(console: Console, s: Summary) -> None:
     kill = s.kill
     if kill is None:
+        if s.kill_was_asked:
+            console.print(f"{'killed':<15} nobody: the replay was over before it was time")
         return
     freed = "never released" if kill.freed_after_s is None else f"released after {format_seconds(kill.freed_after_s)}"
     console.print(
