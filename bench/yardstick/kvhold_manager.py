@@ -1,10 +1,10 @@
 """kvhold behind the yardstick's interface, on the public client library only.
 
 One Step a scheduler step, and none if nobody needs anything: the client's sequence table knows the slack in each last
-block. Environment, set by bench/run.py:
+block. `KVHOLD_TARGET` in the environment names the daemon. Four variants decide the same:
 
-    KVHOLD_TARGET       the daemon
-    KVHOLD_TRANSPORT    local (default) or grpc
+    kvhold_manager      local transport, blocking          kvhold_grpc             gRPC, blocking
+    kvhold_pipelined    local transport, a step ahead      kvhold_grpc_pipelined   gRPC, a step ahead
 """
 
 import itertools
@@ -47,12 +47,11 @@ class KvholdRequest(Request):
 class KvholdManager:
     """Decides by the policy of interface.py."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, transport: str = "local") -> None:
         self.config = config
         self.ids = itertools.count(1)
         self.client = Client(os.environ["KVHOLD_TARGET"])
         self.pool = self.client.open_pool(pool_request(config))
-        transport = os.environ.get("KVHOLD_TRANSPORT", "local")
         self.session = self.pool.open_session(client_name="yardstick", local_transport=transport == "local")
         assert self.session.transport == transport, f"asked for {transport}, got {self.session.transport}"
         self.table = self.session.table

@@ -21,8 +21,8 @@ def create(config: Config) -> "PipelinedManager":
 class PipelinedManager(KvholdManager):
     """See the module."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, transport: str = "local") -> None:
+        super().__init__(config, transport)
         self.num_steps = 0
         self.prepared: Ask | None = None
 

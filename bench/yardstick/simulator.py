@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from audit import Audit
 from interface import CacheManager, Config, Hasher, Request, StepInput, StepOutput
 
-TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
+TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 UNIT_TOKENS = 512  # prompt tokens named by one hash id of the trace
 MICRO_SIZES = {"decode": (256, 1024), "lookup": (1, 64, 1024, 8192), "admit-free": (1, 64, 1024, 8192)}
 REGIMES = ("all", "decode", "chunk", "blocked", "admit", "preempt", "drain")
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 def load_trace(path: Path, num_requests: int, speedup: float) -> list[Row]:
     """The first requests of a Mooncake-format trace, arriving `speedup` times faster."""
     with path.open() as lines:
-        raw = [json.loads(line) for line, _ in zip(lines, range(num_requests))]
+        raw = [json.loads(line) for line, _ in zip(lines, range(num_requests), strict=False)]
     return [Row(r["timestamp"] / speedup, r["input_length"], r["output_length"], r["hash_ids"]) for r in raw]
 
 
@@ -160,8 +160,16 @@ class Arrivals:
         return not self.num_tokens_left[request.request_id]
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The time between two steps in which the device computes and a manager may prepare the next step."""
+
+    seconds: float = 0.0
+    late_ms: float = 0.0  # requests that arrive this shortly before a step are not known when it is prepared
+
+
 def simulate(
-    manager: CacheManager, config: Config, rows: list[Row], step_ms: float, gap_s: float, audit: Audit | None
+    manager: CacheManager, config: Config, rows: list[Row], step_ms: float, gap: Gap, audit: Audit | None
 ) -> Run:
     """Replays `rows` to the end."""
     run, checksum, clock, cpu_clock = Run(), hashlib.sha256(), time.perf_counter_ns, time.thread_time_ns
@@ -206,8 +214,9 @@ def simulate(
             if audit:
                 audit.release(request)
         now_ms += step_ms
-        if gap_s:  # the device computes; a manager that can, prepares the next step
-            until = time.perf_counter() + gap_s
+        if gap.seconds:  # the device computes; a manager that can, prepares the next step
+            step.waiting.extend(arrivals.until(now_ms - gap.late_ms))
+            until = time.perf_counter() + gap.seconds
             cpu = cpu_clock()
             if prepare is not None:
                 prepare(step)
@@ -229,8 +238,13 @@ def summary(samples_ns: list[int]) -> dict[str, float]:
 
 def report(run: Run, regimes: Sequence[str]) -> dict[str, Any]:
     both = [a + b for a, b in zip(run.schedule_ns, run.finish_ns, strict=True)]
-    picked = {name: [ns for ns, regime in zip(both, run.regimes) if name in ("all", regime)] for name in regimes}
-    cpu = {name: [ns for ns, regime in zip(run.cpu_ns, run.regimes) if name in ("all", regime)] for name in regimes}
+    picked = {
+        name: [ns for ns, regime in zip(both, run.regimes, strict=False) if name in ("all", regime)] for name in regimes
+    }
+    cpu = {
+        name: [ns for ns, regime in zip(run.cpu_ns, run.regimes, strict=False) if name in ("all", regime)]
+        for name in regimes
+    }
     return {
         "checksum": run.checksum,
         "counts": dict(run.counts),
@@ -291,6 +305,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--admission", choices=["whole", "chunk"], default="whole")
     p.add_argument("--micro-steps", type=int, default=500)
     p.add_argument("--gap-ms", type=float, default=0.0, help="between steps, in which the device computes")
+    p.add_argument("--late-ms", type=float, default=2.0, help="with a gap: how late arrivals miss the preparation")
+    p.add_argument("--sizes", type=int, nargs="+", help="of uniform steps; default: all of the mode")
     p.add_argument("--audit", action="store_true", help="check the block ids too (slow)")
     p.add_argument("--json", type=Path, help="write the results here")
     p.add_argument("--worker", metavar="MODULE", help=argparse.SUPPRESS)
@@ -302,7 +318,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     module, cases = importlib.import_module(args.worker), {}
     windows = tuple(None if name == "full" else int(name.removeprefix("sw:")) for name in args.groups.split(","))
     whole = args.admission == "whole"
-    for size in MICRO_SIZES.get(args.mode, (0,)):
+    for size in args.sizes or MICRO_SIZES.get(args.mode, (0,)):
         if args.mode == "trace":
             case, step_ms, rows = "trace", args.step_ms, load_trace(args.trace, args.requests, args.speedup)
             config = Config(
@@ -318,7 +334,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         # As vLLM's engine does once it is up: what exists by now is never scanned by the collector again.
         gc.collect()
         gc.freeze()
-        run = simulate(manager, config, rows, step_ms, args.gap_ms / 1e3, Audit(config) if args.audit else None)
+        gap = Gap(args.gap_ms / 1e3, args.late_ms if args.mode == "trace" else 0.0)
+        run = simulate(manager, config, rows, step_ms, gap, Audit(config) if args.audit else None)
         manager.close()
         if args.mode != "trace":  # the first step fills the pool, and the last one empties it
             for steps in (run.regimes, run.schedule_ns, run.finish_ns, run.cpu_ns):
@@ -347,7 +364,10 @@ def main() -> int:
     for name, case, result in [(name, *item) for name, cases in medians.items() for item in cases.items()]:
         result["rounds_s"] = [r[case]["schedule_s"] + r[case]["finish_s"] for r in rounds[name]]
         for regime, times in result["us_per_step"].items():  # compared within a round: the machine's speed may drift
-            pairs = [(r[case]["us_per_step"], base[case]["us_per_step"]) for r, base in zip(rounds[name], first)]
+            pairs = [
+                (r[case]["us_per_step"], base[case]["us_per_step"])
+                for r, base in zip(rounds[name], first, strict=False)
+            ]
             ratios = [own[regime]["mean"] / base[regime]["mean"] for own, base in pairs if regime in base]
             times["relative_mean"] = statistics.median(ratios or [float("nan")])
     agreed = True

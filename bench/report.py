@@ -1,0 +1,132 @@
+"""The table on the screen, and docs/performance.md. The page is made here, from one run's numbers, never by hand."""
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from parts import Part
+from targets import BEST, GRPC, Rounds, Verdict, checksums
+
+NAMES = {GRPC: "blocking gRPC", BEST: "best path"}
+
+INTRODUCTION = """# Performance
+
+What a step costs the scheduler through kvhold, beside the incumbent: vLLM 0.32's `KVCacheManager`, called in the
+scheduler's own process. Written by `make bench`{mode}; do not edit.
+
+Machine: {machine}. Managers took turns, {rounds} rounds, the scheduler pinned to one core and the daemon to
+another; load average at the end {load:.1f}. Ratios are taken within a round; the spread is the lowest and the
+highest of them.
+
+* **blocking gRPC**: one unary `Step` call where the step needs one, the scheduler waits for the answer.
+* **best path**: the local transport (the same messages, framed, on a second unix socket), and the step is asked for
+  while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25);
+  requests that arrive in the last 2 ms before a step are not known in time. What is done in that gap is in the CPU
+  column, so that nothing hides there.
+
+"Time" is what the scheduler waits, `schedule` and `finish` together, mean over steps unless it says p99. "CPU" is
+the scheduler thread's own time per step, the gap included.
+"""
+
+WHY = """## What is missed, and why
+
+{missed}
+### Where the time of a blocking gRPC step goes
+
+An empty `Step` over gRPC costs what the line "empty step, grpc" above says, whatever it carries: the C core's
+completion queues, two thread hand-overs in the client, asyncio's wake-up and HTTP/2 framing in the daemon, all
+under two interpreters. That floor alone is a multiple of what small steps cost the incumbent in process, so that
+the ratios of cheap steps (short lookups, steps of few sequences) cannot be reached over gRPC by any change of ours;
+it would take a gRPC server outside of Python.
+The local transport exists for that reason: compare its line. What is left of that is the wake-up of a sleeping core,
+once in each direction.
+
+### What long prompts cost
+
+A prompt of 8,192 blocks brings 256 KiB of digests and takes 8,192 ids back. Each block costs one digest object, one
+look-up in the index, one reference and one table entry in the daemon, each in a C loop where Python has one, and
+one integer in the client. An index over runs of blocks (a radix tree, or lineage) would make look-up and pin
+independent of the length, but the order of eviction is exact and per block: whoever frees a prompt puts each of its
+blocks back into the free list, deepest first, and any one of them may be drawn next, or hit by another prompt. A
+run would have to be split at each of these, and the answer still names every block. It was not built; the next
+step would be a native core behind the same interface.
+"""
+
+
+def print_table(verdicts: list[Verdict], parts: list[Part]) -> None:
+    """The targets with our numbers beside the incumbent's."""
+    print(
+        f"\n{'measure':34}{'way':16}{'incumbent':>12}{'kvhold':>12}{'ratio':>8}{'spread':>14}{'target':>9}  {'CPU/step':>9}"
+    )
+    for v in verdicts:
+        print(
+            f"{v.target.label:34}{NAMES[v.way]:16}{_time(v, v.incumbent):>12}{_time(v, v.ours):>12}{v.ratio:>7.2f}×"
+            f"{v.low:>8.2f}–{v.high:<5.2f}{v.limit:>8.2f}×{v.cpu_us:>8.0f} µs  {_word(v)}"
+        )
+    for part in parts:
+        print(f"{part.label}: {part.text}{'  MISSED' if part.is_missed else ''}")
+
+
+def write_page(
+    path: Path,
+    verdicts: list[Verdict],
+    parts: list[Part],
+    results: Mapping[str, Rounds],
+    *,
+    rounds: int,
+    is_full: bool,
+) -> None:
+    """The whole page."""
+    machine = f"{_processor()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    text = INTRODUCTION.format(
+        mode=" with `BENCH=full`" if is_full else " (the five-minute subset; `BENCH=full` runs everything)",
+        machine=machine,
+        rounds=rounds,
+        load=os.getloadavg()[0],
+        gap="5" if is_full else "4",
+    )
+    text += "\n## Targets\n\n" + _markdown(verdicts) + "\n## Beside the yardstick\n\n"
+    for part in parts:
+        text += f"```\n{part.label}\n{part.text}\n```\n" if "\n" in part.text else f"* {part.label}: {part.text}\n"
+    text += "\n## Decisions\n\n| workload | case | checksum |\n|---|---|---|\n"
+    for name, of_workload in results.items():
+        for case, sums in checksums(of_workload).items():
+            same = f"`{next(iter(sums))}`, all managers" if len(sums) == 1 else f"**differ**: {sorted(sums)}"
+            text += f"| {name} | {case} | {same} |\n"
+    text += "\n" + WHY.format(missed=_missed(verdicts, parts))
+    path.write_text(text)
+
+
+def _markdown(verdicts: list[Verdict]) -> str:
+    text = "| measure | steps | way | incumbent | kvhold | ratio | spread | target | CPU per step | |\n"
+    text += "|---|--:|---|--:|--:|--:|---|--:|--:|---|\n"
+    for v in verdicts:
+        text += (
+            f"| {v.target.label} | {v.num_steps:,} | {NAMES[v.way]} | {_time(v, v.incumbent)} | {_time(v, v.ours)} "
+            f"| {v.ratio:.2f}× | {v.low:.2f}–{v.high:.2f} | ≤ {v.limit:g}× | {v.cpu_us:.0f} µs | {_word(v)} |\n"
+        )
+    return text
+
+
+def _missed(verdicts: list[Verdict], parts: list[Part]) -> str:
+    rows = [
+        f"* {v.target.label}, {NAMES[v.way]}: {v.ratio:.2f}× instead of {v.limit:g}×" for v in verdicts if not v.is_met
+    ]
+    rows += [f"* {part.label}: {part.text.splitlines()[-1]}" for part in parts if part.is_missed]
+    return "\n".join(rows or ["Nothing."]) + "\n"
+
+
+def _word(v: Verdict) -> str:
+    return "met" if v.is_met else "missed" if v.is_missed else "within the spread"
+
+
+def _time(v: Verdict, value: float) -> str:
+    return f"{value:.2f} s" if v.target.statistic == "total_s" else f"{value:.0f} µs"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

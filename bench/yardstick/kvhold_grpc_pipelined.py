@@ -1,0 +1,8 @@
+"""kvhold_pipelined over gRPC."""
+
+from interface import Config
+from kvhold_pipelined import PipelinedManager
+
+
+def create(config: Config) -> PipelinedManager:
+    return PipelinedManager(config, "grpc")
