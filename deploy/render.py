@@ -91,9 +91,7 @@ def stale() -> list[str]:
     """Derived files that are missing or differ."""
     wanted = wanted_files()
     return sorted(
-        str(path.relative_to(DEPLOY))
-        for path, text in wanted.items()
-        if not path.exists() or path.read_text() != text
+        str(path.relative_to(DEPLOY)) for path, text in wanted.items() if not path.exists() or path.read_text() != text
     )
 
 

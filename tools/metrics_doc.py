@@ -18,25 +18,27 @@ INTRO = """\
 
 Made by `tools/metrics_doc.py` from the code that exports them: `make dashboards` renews it, a test compares.
 
-`/metrics` on the metrics listener speaks the Prometheus text format, and OpenMetrics to scrapers that ask for it. A scrape
-takes a snapshot on the event loop (microseconds) and renders one family at a time; steps go between. Eight pools make fewer
-than a thousand lines.
+`/metrics` on the metrics listener speaks the Prometheus text format, and OpenMetrics to scrapers that ask for it. A
+scrape takes a snapshot on the event loop (microseconds) and renders it a few lines at a time; steps go between. Eight
+pools make fewer than a thousand lines.
 
 ## How to read them
 
-* **Block states are disjoint.** `sum by (pool) (kvhold_pool_blocks)` is the whole pool, the null block included. Provisional and
-  fenced blocks are counted in their state *and* in a metric of their own. Usage leaves out the null and reserved blocks:
-  nobody could ever get them.
-* **Tokens are attributed once.** For each pool `hit + miss = query`, exactly, in tokens. A re-admission after preemption is
-  no benefit of the cache, so it is counted apart (`..._resumed_...`).
-* **Counters, never rates.** A hit rate is `rate(kvhold_prefix_hit_tokens_total[5m]) / rate(kvhold_prefix_query_tokens_total[5m])`: the
-  window is yours. The recording rules in `deploy/prometheus/rules.yaml` have the usual ones.
-* **Bytes**: `kvhold_pool_blocks / on (instance, pool) group_left () sum without (state) (kvhold_pool_blocks) * on (instance, pool)
-  group_left () kvhold_pool_size_bytes`, recorded as `kvhold:pool_memory:bytes`.
-* **Labels are bounded**: pools by `limits.max_pools`, tenants by us (the {tenants} largest of each pool, the rest as `other`), all
-  others by fixed sets. There is no label for a request, sequence, block, hash, process or message text.
+* **Block states are disjoint.** `sum by (pool) (kvhold_pool_blocks)` is the whole pool, the null block included.
+  Provisional and fenced blocks are counted in their state *and* in a metric of their own. Usage leaves out the null and
+  reserved blocks: nobody could ever get them.
+* **Tokens are attributed once.** For each pool `hit + miss = query`, exactly, in tokens. A re-admission after
+  preemption is no benefit of the cache, so it is counted apart (`..._resumed_...`).
+* **Counters, never rates.** A hit rate is `rate(kvhold_prefix_hit_tokens_total[5m])` over
+  `rate(kvhold_prefix_query_tokens_total[5m])`: the window is yours. The recording rules in
+  `deploy/prometheus/rules.yaml` have the usual ones.
+* **Bytes** by state are recorded as `kvhold:pool_memory:bytes`: a state's share of the blocks times
+  `kvhold_pool_size_bytes`.
+* **Labels are bounded**: pools by `limits.max_pools`, tenants by us (the {tenants} largest of each pool, the rest as
+  `other`), all others by fixed sets. There is no label for a request, sequence, block, hash, process or message text.
 * **Rare counters exist at zero**, because `increase()` cannot see a series that is born at one.
-* Since the daemon started: counters begin at zero with it, `kvhold_build_info{{boot_id}}` says which start.
+* **Exemplars**: with `tracing` on, duration buckets name the trace of their latest call, in OpenMetrics.
+* Counters begin at zero with the daemon; `kvhold_build_info{{boot_id}}` says which start.
 
 ## Families
 """
