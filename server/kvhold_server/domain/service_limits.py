@@ -20,7 +20,6 @@ class ServiceLimits:
     max_memory_wait_s: int = 600
     max_watchers: int = 64  # event streams of all pools together
     max_event_buffer: int = 65_536  # events kept for cursors, per pool
-    max_watcher_backlog: int = 8192  # events that a slow reader may lag behind
     max_described_blocks: int = 10_000  # in one page of DescribeBlocks
     max_free_order: int = 1_000_000  # entries of DescribeBlocks.free_order
     max_tenants: int = 1024  # tenants with quotas, per pool
@@ -47,7 +46,6 @@ WIRE_NAMES: dict[str, str] = {
     "max_memory_wait_s": "OpenPoolRequest.memory_wait_s",
     "max_watchers": "watchers",
     "max_event_buffer": "events_kept",
-    "max_watcher_backlog": "watcher_backlog",
     "max_described_blocks": "DescribeBlocksRequest.max_blocks",
     "max_free_order": "DescribeBlocksResponse.free_order",
     "max_tenants": "tenants_with_quota",

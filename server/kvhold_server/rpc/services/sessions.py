@@ -31,7 +31,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         node = self._node
         opened = node.open_session(
-            _open_request(request, node.limits.max_name_length, tenant_of(context, request.tenant, DEFAULT_TENANT)),
+            _open_request(request, node.limits, tenant_of(context, request.tenant, DEFAULT_TENANT)),
             request.resume_token,
             lambda live: decode_held(request.held, live.identity.options.hash_size_bytes, node.limits),
         )
@@ -147,12 +147,14 @@ def decode_held(messages: Iterable[pb.HeldSequence], hash_size_bytes: int, limit
     return held
 
 
-def _open_request(request: pb.OpenSessionRequest, max_name_length: int, tenant: str) -> OpenRequest:
-    if len(request.client_name) > max_name_length:
-        rule = f"must have at most {max_name_length} characters"
-        raise InvalidField("client_name", f"{len(request.client_name)} characters", rule)
-    if request.pid < 0:
-        raise InvalidField("pid", request.pid, "must be 0..2147483647")
+def _open_request(request: pb.OpenSessionRequest, limits: ServiceLimits, tenant: str) -> OpenRequest:
+    for name, value, most in (
+        ("client_name", request.client_name, limits.max_name_length),
+        ("tenant", tenant, limits.max_tenant_length),
+        ("request_id", request.request_id, limits.max_request_id_length),
+    ):
+        if len(value) > most:
+            raise InvalidField(name, f"{len(value)} characters", f"must have at most {most} characters")
     return OpenRequest(
         pool=PoolName(request.pool),
         client_name=request.client_name,
