@@ -24,7 +24,7 @@ from kvhold_client.replay.progress import ProgressLine
 from kvhold_client.replay.runner import Replay, ReplayPlan
 from kvhold_client.replay.scheduler import SchedulerLimits
 from kvhold_client.replay.summary import Summary, print_summary, summarize
-from kvhold_client.replay.trace import TraceError, read_trace
+from kvhold_client.replay.trace import MAX_TOKENS, TraceError, read_trace
 
 RULES = ("schedulers", "sequential")
 SHM = "/dev/shm"
@@ -170,7 +170,7 @@ def run_schedulers(args: argparse.Namespace, console: Console, target: str, metr
             metrics_url=metrics_url,
             max_prompt_tokens=args.max_prompt_tokens,
         )
-        progress = ProgressLine(console.err, num_rows)
+        progress = ProgressLine(console.err, _num_wanted(args))
         try:
             result = Replay(plan, client, _progress_into(progress)).execute()
         finally:
@@ -178,6 +178,12 @@ def run_schedulers(args: argparse.Namespace, console: Console, target: str, metr
             if not args.pool:
                 client.delete_pool(name, force=True)
         return summarize(result, name)
+
+
+def _num_wanted(args: argparse.Namespace) -> int:
+    """Requests that are not left out."""
+    longest = args.max_prompt_tokens or MAX_TOKENS
+    return sum(row.input_length <= longest for row in read_trace(args.trace, limit=args.limit))
 
 
 def _progress_into(progress: ProgressLine) -> Callable[[SharedCounters, float], None]:
