@@ -279,7 +279,7 @@ def _encode_options(options: PoolOptions) -> pb.PoolOptions:
 
 
 def _encode_overrides(overrides: PoolOverrides) -> pb.PoolOverrides | None:
-    """What replaces the plan's values: a client that mirrors block tables needs the groups. Absent where nothing does."""
+    """What replaces the plan's values: who mirrors block tables needs the groups. Absent where nothing does."""
     if overrides == PoolOverrides():
         return None
     return pb.PoolOverrides(
