@@ -86,3 +86,9 @@ def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
 def test_sizes_and_counts_are_readable() -> None:
     assert (size(0), size(1536), size(83 << 20), size(3 << 40)) == ("0 B", "1.5 KiB", "83.0 MiB", "3.0 TiB")
     assert count(1234567) == "1\u202f234\u202f567"
+
+
+def test_what_more_memory_would_bring_is_said() -> None:
+    html = body(node_view(pool_view()), [], NOTHING)
+    assert "larger by a quarter would have hit 1.0% more of the tokens, one twice as large 3.0%" in html
+    assert "larger by a quarter" not in body(node_view(pool_view(evicted_miss_tokens_by_age=(0, 0, 0, 0))), [], NOTHING)

@@ -135,7 +135,7 @@ def _pool(pool: PoolView) -> str:
         f"<div class=map><canvas data-pool='{name}' role=img height=0 "
         f"aria-label='Map of the blocks of pool {name} by state; the numbers are in the list above'></canvas></div>"
         f"<h3>Tokens asked for, and where they came from</h3><div data-live='tokens {name}'>"
-        f"{_bar(outcomes) if asked else ''}{_token_legend(outcomes, asked)}</div>"
+        f"{_bar(outcomes) if asked else ''}{_token_legend(outcomes, asked)}{_larger(pool, asked)}</div>"
         f"<h3>Plan: where each layer lies</h3>{_plan(pool)}</section>"
     )
 
@@ -191,6 +191,17 @@ def _token_legend(outcomes: dict[str, int], asked: int) -> str:
         _legend_item(key, OUTCOME_WORDS[key], n, f"{n / asked:.1%}" if asked else "") for key, n in outcomes.items()
     ]
     return f"<ul class=legend>{''.join(rows)}<li>asked <b>{count(asked)}</b></li></ul>"
+
+
+def _larger(pool: PoolView, asked: int) -> str:
+    """What more memory would have brought: a block evicted n evictions ago would be there in a pool larger by n."""
+    if not asked or not any(pool.evicted_miss_tokens_by_age):
+        return ""
+    quarter, one, *_ = pool.evicted_miss_tokens_by_age
+    return (
+        f"<p class=dim>A pool larger by a quarter would have hit {quarter / asked:.1%} more of the tokens, "
+        f"one twice as large {(quarter + one) / asked:.1%}.</p>"
+    )
 
 
 def _legend_item(key: str, word: str, n: int, detail: str) -> str:
