@@ -32,6 +32,8 @@ _HOME = {
     "StepOutcome": "step_outcome",
     "Unreachable": "errors",
     "model_plan_request": "models",
+    "plan_request_from_hf_config": "hf_config",
+    "read_hf_config": "hf_config",
 }
 
 

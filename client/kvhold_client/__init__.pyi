@@ -5,6 +5,8 @@ from kvhold_client.errors import KvholdError as KvholdError
 from kvhold_client.errors import SessionFenced as SessionFenced
 from kvhold_client.errors import Unreachable as Unreachable
 from kvhold_client.hashing import PrefixHasher as PrefixHasher
+from kvhold_client.hf_config import plan_request_from_hf_config as plan_request_from_hf_config
+from kvhold_client.hf_config import read_hf_config as read_hf_config
 from kvhold_client.local_daemon import LocalDaemon as LocalDaemon
 from kvhold_client.models import model_plan_request as model_plan_request
 from kvhold_client.plan import Plan as Plan

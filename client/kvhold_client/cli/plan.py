@@ -2,6 +2,7 @@
 
     kvhold plan request.json                          a PlanRequest as JSON (the contract's own names)
     kvhold plan --model llama-3.1-8b --memory 40GiB   a model that is known here
+    kvhold plan --hf-config config.json --tp 8        a model's own file (or its directory)
 
 A daemon plans; if none is named and none listens where one is expected, a temporary one does.
 """
@@ -19,6 +20,7 @@ from kvhold_client.cli.plan_picture import pictures
 from kvhold_client.cli.plan_tables import print_plan
 from kvhold_client.cli.units import parse_bytes
 from kvhold_client.client import Client
+from kvhold_client.hf_config import plan_request_from_hf_config, read_hf_config
 from kvhold_client.local_daemon import LocalDaemon, socket_answers
 from kvhold_client.models import GIB, MODELS, model_plan_request
 from kvhold_client.plan import Plan
@@ -32,13 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A file or a model, and what to change about it."""
     parser.add_argument("request", nargs="?", type=Path, metavar="FILE", help="PlanRequest as JSON")
     parser.add_argument("--model", choices=sorted(MODELS), help="a known model instead of a file")
+    parser.add_argument("--hf-config", type=Path, metavar="FILE", help="a model's config.json, or its directory")
     parser.add_argument("--memory", type=parse_bytes, default=40 * GIB, metavar="SIZE", help="per rank (default 40GiB)")
     parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="of a block (default 16)")
     parser.add_argument("--max-model-len", type=int, default=0, metavar="TOKENS", help="default: the model's")
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests at once (default 256)")
     parser.add_argument("--layout", choices=LAYOUTS, default="LBNHC", help="order of the axes (default LBNHC)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="modern", help="the planner (default modern)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    parser.add_argument("--tp", "--ranks", dest="ranks", type=int, default=1, metavar="N", help="tensor-parallel size")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages, with --hf-config (default 1)")
+    parser.add_argument(
+        "--dtype", default="auto", metavar="T", help="of keys and values, e.g. fp8 (default: the model's)"
+    )
+    parser.add_argument("--state-cache", default="none", metavar="M", help="recurrent states: none, align or all")
     parser.add_argument("--auto-fit", action="store_true", help="shorten the longest request to what fits")
     parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the first of a kind")
 
@@ -59,7 +67,7 @@ def plan_source(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
     """Title and request from whichever source was named. Raises UsageError unless exactly one was."""
     given = [source for name, source in SOURCES.items() if getattr(args, name)]
     if len(given) != 1:
-        raise UsageError(f"name one of: {', '.join(SOURCES)}; `kvhold plan --help` explains")
+        raise UsageError("name one of: FILE, --model, --hf-config; `kvhold plan --help` explains")
     return given[0](args)
 
 
@@ -90,10 +98,35 @@ def _from_model(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
     )
 
 
+def _from_hf_config(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
+    path: Path = args.hf_config
+    try:
+        request = plan_request_from_hf_config(
+            read_hf_config(path),
+            memory_bytes=args.memory,
+            tensor_parallel_size=args.ranks,
+            pipeline_parallel_size=args.pp,
+            dtype=args.dtype,
+            block_size_tokens=args.block_size,
+            max_model_len_tokens=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            layout=args.layout,
+            strategy=args.strategy,
+            state_cache_mode=args.state_cache,
+            auto_fit=args.auto_fit,
+        )
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return f"{path.parent.name or path.stem} ({request.config.model_type})", request
+
+
 # A further source is a flag in `add_arguments` and a line here.
 SOURCES: dict[str, Callable[[argparse.Namespace], tuple[str, plan_pb2.PlanRequest]]] = {
     "request": _from_file,
     "model": _from_model,
+    "hf_config": _from_hf_config,
 }
 
 
