@@ -24,3 +24,8 @@ dashboards: $(DEV) ## regenerate dashboards, kustomize and what the chart copies
 	$(PY) tools/metrics_doc.py
 	$(PY) deploy/values_schema.py
 	$(PY) deploy/render.py
+
+.PHONY: clean-deploy
+clean: clean-deploy
+clean-deploy:
+	rm -rf .image screenshots
