@@ -104,7 +104,7 @@ def test_a_daemon_that_stays_away_is_reported_as_unreachable_not_as_lost_data(ow
         with pytest.raises(Unreachable):
             session.table.flush()
         assert len(sequence.tables[0]) == 11
-        own_daemon.start()
-        session.close()
-        client.delete_pool("away", force=True)
         client.close()
+        own_daemon.start()
+        with Client(own_daemon.target) as again:
+            again.delete_pool("away", force=True)

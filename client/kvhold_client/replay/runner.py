@@ -241,10 +241,8 @@ class Replay:
         kill = self._kill
         if kill is None or kill.freed_after_s is not None:
             return
-        sessions = self._client.list_sessions(self._plan.pool)
-        mine = [session for session in sessions if session.short_id == self._victim_session]
-        if any(s.num_held_blocks or s.num_quarantined_blocks or s.state != "quarantined" for s in mine):
-            return
+        if any(s.short_id == self._victim_session for s in self._client.list_sessions(self._plan.pool)):
+            return  # it is listed as long as a block waits
         kill.freed_after_s = now_s - kill.at_s
 
     # ----------------------------------------------------------------------------------------------------- metrics
