@@ -582,7 +582,7 @@ def compare(what: str, ours: Any, recorded: Any, *, key: Any = None) -> list[str
     return [] if ours == recorded else [f"{what}: {ours} instead of {recorded}"]
 
 
-def replay_manager(name: str, rows: Iterator[Row], header: Row, driver: Driver) -> Iterator[Outcome]:
+def replay_manager(name: str, rows: Iterator[Row], header: Row, replay: Replay) -> Iterator[Outcome]:
     """Every operation of one trace.
 
     Where ours differs on purpose, its answers (results, events, counts, state) must be those of the naive model
@@ -591,9 +591,10 @@ def replay_manager(name: str, rows: Iterator[Row], header: Row, driver: Driver) 
     """
     from tests.model.driver import ModelDriver
 
-    replay = Replay(driver, header)
     expected = EXPECTED_DIFFERENCES.get(name)
     reference = Replay(ModelDriver(), header) if expected else None
+    if reference:
+        reference.auto_events = replay.auto_events
     for row in rows:
         title = f"{name}:{row['i']} {row['op']}"
         differences = replay.apply(row)
@@ -620,12 +621,22 @@ def rows_in(path: Path) -> Iterator[Row]:
             yield json.loads(line)
 
 
+def is_manager_trace(path: Path) -> bool:
+    """Whether operations of a scheduler were recorded, on a pool of their own."""
+    return "config" in next(rows_in(path))
+
+
+def is_hash_file(path: Path) -> bool:
+    """Whether inputs and outputs of hashers were recorded."""
+    return str(next(rows_in(path))["scenario"]) == "hash_vectors"
+
+
 def check_file(path: Path, driver: Driver) -> Iterator[Outcome]:
     """All operations of one file."""
     rows = rows_in(path)
     header = next(rows)
     if "config" in header:
-        yield from replay_manager(header["scenario"], rows, header, driver)
+        yield from replay_manager(header["scenario"], rows, header, Replay(driver, header))
         return
     from tests.conformance.blocks_lowlevel import replay_lowlevel, replay_of
 

@@ -1,11 +1,11 @@
 """The recorded block traces through a running daemon's gRPC: the same replay, another driver.
 
-What the wire does not tell is left out: events of blocks that are not complete yet, and three questions that only an
-engine in the same process asks (common prefix, estimate, clipped tables). Everything else is compared after every
-operation: results, free counts, and a digest of the free list, references, index and all tables (DescribeBlocks).
+After every operation results, free counts and the digest of free list, references, index and tables (DescribeBlocks)
+are compared with the recorded ones, and what WatchEvents told with what the recorded events imply (blocks_events.py).
+Three questions that an engine asks its own tables (common prefix, estimate, clipped tables) are answered from the dump.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,30 @@ from kvhold.v1 import (
     session_pb2_grpc,
 )
 from kvhold_server.domain.errors import KvholdError
-from kvhold_server.domain.pool_config import PoolConfig
+from kvhold_server.domain.pool_config import GroupKind, PoolConfig
 from kvhold_server.pool.values import Event
-from tests.conformance.blocks_core import CoreDriver, Driver, Grant, Replay, Request, Row, StepEnd, label_hash, rows_in
+from tests.conformance.blocks_core import (
+    CoreDriver,
+    Driver,
+    Grant,
+    Replay,
+    Request,
+    Row,
+    StepEnd,
+    compare,
+    label_hash,
+    replay_manager,
+    rows_in,
+)
+from tests.conformance.blocks_events import ExpectedChanges, StreamReader
 from tests.conformance.report import Outcome
 
 POOL = "conformance"
 OK = block_pb2.ITEM_STATUS_OK
 REFUSALS = (block_pb2.ITEM_STATUS_OUT_OF_BLOCKS, block_pb2.ITEM_STATUS_STATE_NOT_READY, block_pb2.ITEM_STATUS_NO_BUDGET)
 HASH_BYTES = 32
+FULL_KINDS = (GroupKind.FULL, GroupKind.RSWA)  # of those in the traces
+INDIVISIBLE_KINDS = (GroupKind.MAMBA, GroupKind.CROSS_ATTENTION)
 # Pool.admit's names where the wire's differ.
 WIRE_NAMES = {"budget_overhead": "budget_overhead_tokens", "alignment": "alignment_tokens"}
 
@@ -54,6 +69,8 @@ class WireDriver(Driver):
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._blocks = block_pb2_grpc.BlockServiceStub(channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(channel)
+        self.channel = channel
+        self._dump: admin_pb2.DescribeBlocksResponse | None = None  # as of the last call that changed anything
 
     # ------------------------------------------------------------------ verbs
     def open(self, config: PoolConfig) -> None:
@@ -61,11 +78,18 @@ class WireDriver(Driver):
         self._pools.OpenPool(pool_pb2.OpenPoolRequest(name=POOL, options=options_of(config)))
         session = self._sessions.OpenSession(session_pb2.OpenSessionRequest(pool=POOL))
         self._head = {"session_id": session.session_id, "epoch": session.epoch}
-        self._num_groups = len(config.groups)
+        self._config = config
+        self._dump = None
+        self.stream = StreamReader(self.channel, POOL)
         self._step, self._part, self._completed = 1, 0, 0
         self._end = StepEnd()
         self._copies: list[tuple[int, int, int]] = []  # group, source, target
         self._tables: dict[int, list[list[int]]] = {}
+
+    def close(self) -> None:
+        """Takes the pool away, so that nobody waits for its session."""
+        self.stream.close()
+        self._pools.DeletePool(pool_pb2.DeletePoolRequest(name=POOL, force=True))
 
     def begin_step(self) -> None:
         self._step += 1
@@ -108,8 +132,11 @@ class WireDriver(Driver):
         tables = self._cut(answer.num_blocks, answer.block_ids)
         self._tables[request.sequence_id] = tables
         copied = set(response.copies.target_block_ids)  # the last hit, if only a part of it was: a block of its own
-        rows = zip(tables, answer.num_hit_blocks, strict=True)
-        new = [[b for i, b in enumerate(table) if i >= num_hit or b in copied] for table, num_hit in rows]
+        loaded = answer.hit_tokens[0] + item["num_external_tokens"]  # blocks to be loaded are no new ones in the traces
+        new = []
+        for group, table, num_hit in zip(self._config.groups, tables, answer.num_hit_blocks, strict=True):
+            known = max(num_hit, -(-loaded // group.block_size_tokens)) if item["num_external_tokens"] else num_hit
+            new.append([block for i, block in enumerate(table) if i >= known or block in copied])
         return Grant(new, answer.hit_tokens[0])
 
     def extend(self, request: Request, **item: Any) -> Grant:
@@ -126,6 +153,7 @@ class WireDriver(Driver):
 
     def publish(self, request: Request, tokens: int) -> None:
         hashes = request.new_hashes()
+        self._dump = None
         self._part += 1
         self._blocks.Publish(
             block_pb2.PublishRequest(
@@ -145,9 +173,11 @@ class WireDriver(Driver):
             self._send(free=block_pb2.FreeItems(sequence_ids=[request.sequence_id], preempted=[True]))
 
     def evict(self, blocks: list[int]) -> None:
+        self._dump = None
         self._admin.EvictBlocks(admin_pb2.EvictBlocksRequest(pool=POOL, block_ids=[block for block in blocks if block]))
 
     def reset(self) -> bool:
+        self._dump = None
         try:
             self._admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(pool=POOL))
         except grpc.RpcError as error:
@@ -169,39 +199,73 @@ class WireDriver(Driver):
         }
 
     def num_free(self) -> int:
-        counts = self._pools.GetPool(pool_pb2.GetPoolRequest(name=POOL)).pool.counts
+        counts = self._described().counts
         return int(counts.num_free_blocks + counts.num_cached_blocks)
 
     def state(self) -> Row:
-        request = admin_pb2.DescribeBlocksRequest(
-            pool=POOL, max_blocks=10_000, include_free_order=True, include_tables=True, include_index=True
-        )
-        dump = self._admin.DescribeBlocks(request)
-        assert not dump.next_start_block_id, "recorded pools are small"
+        dump = self._described()
         primaries = [(block.block_id, key) for block in dump.blocks for key in block.keys if key.primary]
-        tables = {table.sequence_id: self._cut(table.num_blocks, table.block_ids) for table in dump.tables}
         return {
             "fq": list(dump.free_order),
             "ref": [block.num_holders for block in dump.blocks[1:]],
             "cache": [(entry.block_hash, entry.group_id, list(entry.block_ids)) for entry in dump.index],
-            "tbl": {sequence_id: rows for sequence_id, rows in tables.items() if any(rows)},
+            "tbl": {sequence_id: rows for sequence_id, rows in self._all_tables().items() if any(rows)},
             "pri": [(block, key.block_hash, key.group_id, key.num_tokens) for block, key in primaries],
         }
 
+    def visible_index(self) -> set[tuple[int, bytes]]:
+        """(group, hash) of whole blocks that everybody can hit."""
+        sizes = [group.block_size_tokens for group in self._config.groups]
+        return {
+            (key.group_id, key.block_hash)
+            for block in self._described().blocks
+            for key in block.keys
+            if key.primary and not block.provisional and not key.num_tokens % sizes[key.group_id]
+        }
+
     def num_common_prefix_blocks(self, request: Request) -> list[int]:
-        raise NotImplementedError("not on the wire")
+        dump, tables = self._described(), self._all_tables()
+        common = []
+        for group, table in zip(self._config.groups, tables[request.sequence_id], strict=True):
+            shared = [dump.blocks[block].num_holders == len(tables) for block in table]
+            is_full = group.kind in FULL_KINDS and self._config.enable_caching
+            common.append([*shared, False].index(False) if is_full else 0)
+        return common
 
     def cached_tokens_estimate(self, request: Request) -> int:
-        raise NotImplementedError("not on the wire")
+        blocks = self._described().blocks
+        reach = [
+            max((key.num_tokens for block in table for key in blocks[block].keys if key.primary), default=0)
+            for group, table in zip(self._config.groups, self._all_tables()[request.sequence_id], strict=True)
+            if group.prefix_cacheable
+        ]
+        return min(reach, default=0)
 
     def block_ids_for(self, request: Request, tokens: int) -> list[list[int]]:
-        raise NotImplementedError("not on the wire")
+        rows = zip(self._config.groups, self._all_tables()[request.sequence_id], strict=True)
+        return [
+            table if group.kind in INDIVISIBLE_KINDS else table[: -(-tokens // group.block_size_tokens)]
+            for group, table in rows
+        ]
 
     def events(self) -> list[Event]:
-        raise NotImplementedError("not on the wire")
+        raise AssertionError("the stream has other events than the pool")
 
     # ---------------------------------------------------------------- private
+    def _described(self) -> admin_pb2.DescribeBlocksResponse:
+        if self._dump is None:
+            request = admin_pb2.DescribeBlocksRequest(
+                pool=POOL, max_blocks=10_000, include_free_order=True, include_tables=True, include_index=True
+            )
+            self._dump = self._admin.DescribeBlocks(request)
+            assert not self._dump.next_start_block_id, "recorded pools are small"
+        return self._dump
+
+    def _all_tables(self) -> dict[int, list[list[int]]]:
+        return {table.sequence_id: self._cut(table.num_blocks, table.block_ids) for table in self._described().tables}
+
     def _send(self, **parts: Any) -> block_pb2.StepResponse:
+        self._dump = None
         self._part += 1
         request = block_pb2.StepRequest(
             **self._head, step=self._step, part=self._part, completed_step=self._completed, **parts
@@ -228,20 +292,52 @@ class WireDriver(Driver):
         return rows
 
 
+class RecordingCore(CoreDriver):
+    """The pool in this process; keeps its latest events as they are."""
+
+    recent: Sequence[Event] = ()
+
+    def events(self) -> list[Event]:
+        events = super().events()
+        self.recent = events
+        return events
+
+
 class WireReplay(Replay):
-    """A replay without the questions that the wire does not answer."""
+    """A replay whose events are those of the daemon's stream, which tells them when they are true for everybody."""
 
-    SILENT = frozenset({"common", "est", "clipped", "events"})
+    driver: WireDriver
 
-    def __init__(self, driver: Driver, header: Row) -> None:
+    def __init__(self, driver: WireDriver, header: Row) -> None:
         super().__init__(driver, header)
+        self._core = RecordingCore()
+        self._in_process = Replay(self._core, header)
+        self._tells_each = self.auto_events and self.config.report_events
+        self._expected = ExpectedChanges()
         self.auto_events = False
 
     def apply(self, row: Row) -> list[str]:
-        if row["op"] in self.SILENT:
-            self.observed = []
-            return []
-        return super().apply(row)
+        self._core.recent = ()
+        recorded = [d for d in self._in_process.apply(row) if d.startswith("events")]
+        differences = super().apply(row) + recorded
+        if not self._tells_each:
+            return differences
+        expected = self._expected.of(self._core.recent, is_complete=row["op"] == "endstep")
+        told = self.driver.stream.read(len(expected))
+        return differences + compare("WatchEvents", told, expected, key=sorted)
+
+    def op_events(self, _row: Row) -> Iterator[str]:
+        yield from ()  # of the pool in this process; the stream is compared at the end
+
+    def finish(self) -> list[str]:
+        """Everything is complete: the stream, a new snapshot and the daemon's index say the same."""
+        self.driver.end_step()
+        index = self.driver.visible_index()
+        self.driver.stream.read(2**31)
+        late = StreamReader(self.driver.channel, POOL)
+        late.close()
+        differences = compare("index of the stream", self.driver.stream.index, index)
+        return differences + compare("index of a snapshot", late.index, index)
 
 
 def options_of(config: PoolConfig) -> pool_pb2.PoolOptions:
@@ -279,23 +375,14 @@ def options_of(config: PoolConfig) -> pool_pb2.PoolOptions:
 
 
 def check_file(path: Path, channel: grpc.Channel) -> Iterator[Outcome]:
-    """All operations of one file: the daemon must answer like the pool in this process.
-
-    `blocks` mode compares that one with what was recorded.
-    """
+    """All operations of one manager trace, and the index at its end."""
     rows = rows_in(path)
     header = next(rows)
-    if "config" not in header:
-        return
     name = header["scenario"]
-    wire, core = WireReplay(WireDriver(channel), header), WireReplay(CoreDriver(), header)
-    for row in rows:
-        wire.apply(row)
-        core.apply(row)
-        if row.get("ext"):  # blocks for tokens to be loaded are in the table, but new to the wire only
-            wire.observed, core.observed = wire.observed[1:], core.observed[1:]
-        same = wire.observed == core.observed
-        differences = () if same else (f"{wire.observed} over the wire, {core.observed} in process",)
-        yield Outcome(name=f"{name}:{row['i']} {row['op']}", differences=differences)
-        if not same:
-            return
+    replay = WireReplay(WireDriver(channel), header)
+    outcome = Outcome(name=name)
+    for outcome in replay_manager(name, rows, header, replay):
+        yield outcome
+    if not outcome.differences:
+        yield Outcome(name=f"{name}: index at the end", differences=tuple(replay.finish()))
+    replay.driver.close()

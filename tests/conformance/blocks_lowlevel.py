@@ -115,7 +115,7 @@ class StoreReplay:
         for i in kept:
             block = row["ids"][i]
             self.store.drop_keys(block)
-            self.store.publish(group, [block], [view[i]], self.origins[group], (i + 1) * size, size)
+            self.store.publish(group, [block], [view[i]], self.origins[group], [(i + 1) * size])
         self._stored(group, [view[i] for i in kept], view[start - 1] if start else None, (end - start) * size, size)
 
     def op_cache_partial(self, row: Row) -> str:
@@ -307,7 +307,7 @@ class LookupReplay:
             origin.is_public = True
         for block, (label, gid) in zip(blocks, row["pop"], strict=True):
             size = pool.config.groups[gid].block_size_tokens
-            pool.store.publish(gid, [block], [label_hash(label)], origins[gid], size, size)
+            pool.store.publish(gid, [block], [label_hash(label)], origins[gid], [size])
         differences: list[str] = []
         for case in row["out"]:
             differences += self._compare_case(pool, session, case)

@@ -2,8 +2,10 @@
 
     python tests/conformance/run.py hashes FILE...    hashers of the client library
     python tests/conformance/run.py plan FILE...      PlanService of a running daemon (started here unless --endpoint)
-    python tests/conformance/run.py blocks FILE...    block pool, in this process
-    python tests/conformance/run.py blocks-grpc FILE...    the same through a running daemon (grace period > replay)
+    python tests/conformance/run.py blocks FILE...    manager traces through a daemon; others: pool, hashers
+    python tests/conformance/run.py blocks-core FILE...    the same without a daemon
+
+`blocks` with --endpoint needs a daemon whose grace period is longer than the replay.
 
 Prints each difference shortly and closes with `N passed, N failed, N skipped`; exits 0 if nothing failed.
 """
@@ -80,24 +82,35 @@ def run_plan(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
 
 
 def run_blocks(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
-    for path in arguments.files:
-        yield from blocks_core.check_file(path, blocks_core.CoreDriver(check_every=CHECK_INVARIANTS_EVERY))
-
-
-def run_blocks_grpc(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
     with (
         daemon_at(arguments.endpoint) as target,
         grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel,
     ):
         for path in arguments.files:
-            yield from blocks_grpc.check_file(path, channel)
+            if blocks_core.is_manager_trace(path):
+                yield from blocks_grpc.check_file(path, channel)
+            else:
+                yield from check_lowlevel(path)
+
+
+def run_blocks_core(arguments: argparse.Namespace) -> Iterator[Outcome | None]:
+    for path in arguments.files:
+        yield from check_lowlevel(path)
+
+
+def check_lowlevel(path: Path) -> Iterator[Outcome | None]:
+    """A file for the pool in this process, or for the hashers."""
+    if blocks_core.is_hash_file(path):
+        yield from map(hashes.check, rows_of(path))
+    else:
+        yield from blocks_core.check_file(path, blocks_core.CoreDriver(check_every=CHECK_INVARIANTS_EVERY))
 
 
 MODES: dict[str, Callable[[argparse.Namespace], Iterator[Outcome | None]]] = {
     "hashes": run_hashes,
     "plan": run_plan,
     "blocks": run_blocks,
-    "blocks-grpc": run_blocks_grpc,
+    "blocks-core": run_blocks_core,
 }
 
 
