@@ -130,3 +130,11 @@ def test_json_has_what_the_tables_show(capsys: pytest.CaptureFixture[str]) -> No
     held = sum(share["request_bytes"] for share in explained["ranks"][0]["kinds"])
     wasted = sum(waste["size_bytes"] for waste in explained["ranks"][0]["request_waste"])
     assert held + wasted == explained["ranks"][0]["request_bytes"]
+
+
+def test_bounds_of_compact_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "gemma-3-27b", "--strategy", "compact", "--max-groups", "4", "--keep-layout"]
+    assert main([*asked, "-o", "json"], {}) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["layout"] == "LBNHC"
+    assert len(document["groups"]) <= 4

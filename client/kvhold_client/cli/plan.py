@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--state-cache", default="none", metavar="M", help="recurrent states: none, align or all")
     parser.add_argument("--auto-fit", action="store_true", help="shorten the longest request to what fits")
+    parser.add_argument("--max-groups", type=int, metavar="N", help="with compact: block tables per request at most")
+    parser.add_argument("--keep-layout", action="store_true", help="with compact: do not exchange L and B")
     parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the first of a kind")
 
 
@@ -55,6 +57,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Plans and shows."""
     title, request = plan_source(args)
     request.explain = True
+    if args.max_groups is not None:
+        request.config.compact.max_num_groups = args.max_groups
+    if args.keep_layout:
+        request.config.compact.keep_layout = True
     plan = plan_somewhere(request, args)
     if args.output == "json":
         console.json({**plain(plan), "pictures": [plain(picture) for picture in pictures(plan)]})
