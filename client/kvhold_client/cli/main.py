@@ -57,6 +57,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command("explain", "why a prompt hits no more than it does, and what more memory would give"),
     "doctor": Command("doctor", "check this machine and the way to the daemon, and say what to fix"),
     "config": Command("config", "what `serve` would be configured with, and where each value is from", takes_rest=True),
+    "bridge": Command("bridge", "publish a pool's cache events over ZeroMQ, in an engine's format"),
     "completion": Command("completion", "a completion script for bash, zsh or fish"),
     "replay": Command("replay", "replay a request trace through scheduler processes, with real bytes"),
     "demo": Command("demo", "the whole job in two minutes: plan, replay, lose a scheduler, keep the cache"),

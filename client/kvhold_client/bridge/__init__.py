@@ -1,0 +1,1 @@
+"""Cache events in other systems' formats, from outside the daemon: `kvhold bridge`."""
