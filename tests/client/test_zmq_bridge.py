@@ -95,9 +95,9 @@ class Router:
 @contextlib.asynccontextmanager
 async def bridged(directory: Path, **settings: Any) -> AsyncIterator[tuple[ZmqBridge, Router]]:
     """A bridge to the daemon at `directory` and a router that is already subscribed."""
-    defaults = dict(target=f"unix:{directory}/k.sock", pool="p", topic=TOPIC, data_parallel_rank=3)
-    endpoints = dict(publish="tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
-    bridge = ZmqBridge(settings=BridgeSettings(**defaults | endpoints | settings), note=lambda text: None)  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"target": f"unix:{directory}/k.sock", "pool": "p", "topic": TOPIC}
+    endpoints = {"publish": "tcp://127.0.0.1:0", "replay": "tcp://127.0.0.1:0", "data_parallel_rank": 3}
+    bridge = ZmqBridge(settings=BridgeSettings(**defaults | endpoints | settings), note=lambda text: None)
     router = Router(bridge)
     await asyncio.sleep(0.2)  # a subscription takes a moment, and nobody says when it is there
     task = asyncio.create_task(bridge.run())
@@ -124,7 +124,7 @@ async def test_a_subscriber_hears_what_is_cached_and_what_changes(short_dir: Pat
         await session.step()
         async with bridged(short_dir) as (_, router):
             snapshot = await router.hear()
-            assert [event["type"] for event in snapshot][0] == "AllBlocksCleared"
+            assert snapshot[0]["type"] == "AllBlocksCleared"
             assert router.index == {number(1), number(2)} and router.next_sequence == 1
             about = block_pb2.SequenceMetadata(
                 token_ids=range(48), lora_id=3, lora_name="poet", extra_keys=[b"", b"\x81\x61x"]

@@ -167,6 +167,29 @@ async def test_reset_and_deletion_are_told(daemon: RunningDaemon) -> None:
     assert (await reader.read()).events[0].cleared.reason == "POOL_DELETED"
 
 
+async def test_a_cursor_of_a_deleted_pool_is_not_taken_for_the_new_one_of_its_name(daemon: RunningDaemon) -> None:
+    session = await started(daemon)
+    reader = Reader(daemon)
+    await reader.read()
+    await session.admit(1, 33, 1, 2)
+    await session.step()
+    await reader.until_idle()
+    reader.cancel()
+    await daemon.pools.DeletePool(pool_pb2.DeletePoolRequest(name="p", force=True))
+    session = await started(daemon)
+    witness = Reader(daemon)
+    await witness.read()
+    for sequence in range(1, 4):
+        await session.admit(sequence, 17, 10 + sequence)
+        await session.step()
+    again = Reader(daemon, after=reader.cursor)
+    again.index, again.cursor = reader.index, reader.cursor
+    await again.until_idle()
+    assert (again.num_snapshots, again.num_lost) == (1, 1) and again.index == keys(11, 12, 13)
+    again.cancel()
+    witness.cancel()
+
+
 async def test_provisional_blocks_of_a_dead_session_are_never_told(deadly_daemon: RunningDaemon) -> None:
     daemon = deadly_daemon
     session = await started(daemon)

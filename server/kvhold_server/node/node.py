@@ -93,6 +93,7 @@ class Node:
         self._shell = shell
         self._busy: dict[PoolName, str] = {}  # pools that are being opened or deleted → which of the two
         self._reaper = Reaper(self.sessions, self.pools)
+        self._last_event_number = 0  # where new pools go on, so that no cursor of a deleted one is taken for theirs
 
     @property
     def now_s(self) -> float:
@@ -143,6 +144,7 @@ class Node:
         """Publishes the pool with its memory. Does not fail once `begin_open_pool` accepted."""
         del self._busy[opening.command.name]
         live = put_together(opening, regions, made, self.now_s, self.limits.max_event_buffer)
+        live.events.last_number = self._last_event_number
         self.pools[live.name] = live
         return OpenedPool(live=live, recovery=live.recovery)
 
@@ -170,7 +172,6 @@ class Node:
         for session in self.sessions.sessions(live.name):
             self.sessions.kill(session.session_id, self.now_s)
         self.watch.drop_pool(live.name)
-        live.events.absorb(None, [Cleared()], "POOL_DELETED")
         self._retire(live)
         self._busy[live.name] = "being deleted"
         return live
@@ -361,6 +362,8 @@ class Node:
         """Out of service, here and for a successor; its regions are still held."""
         live.is_deleted = True
         del self.pools[live.name]
+        live.events.absorb(None, [Cleared()], "POOL_DELETED")
+        self._last_event_number = max(self._last_event_number, live.events.last_number + 1)
         if live.journal is not None:
             live.journal.end(is_clean=False)
             live.journal = None
