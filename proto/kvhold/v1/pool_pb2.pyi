@@ -607,6 +607,7 @@ class PrefixStats(_message.Message):
     NUM_SKIPPED_REQUESTS_FIELD_NUMBER: _builtins.int
     SKIPPED_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    MISS_EVICTED_BY_AGE_TOKENS_FIELD_NUMBER: _builtins.int
     query_tokens: _builtins.int
     """Tokens asked for at admissions."""
     hit_own_tokens: _builtins.int
@@ -633,6 +634,10 @@ class PrefixStats(_message.Message):
     """Admissions that asked not to read the cache, not part of the sum: their tokens."""
     num_preempted_requests: _builtins.int
     """Re-admissions after preemption, counted apart: how many."""
+    @_builtins.property
+    def miss_evicted_by_age_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Parts of `miss_evicted_tokens`: evicted within the last N/4, N, 4N evictions, or before; N: blocks of the pool."""
+
     def __init__(
         self,
         *,
@@ -649,10 +654,11 @@ class PrefixStats(_message.Message):
         num_skipped_requests: _builtins.int = ...,
         skipped_query_tokens: _builtins.int = ...,
         num_preempted_requests: _builtins.int = ...,
+        miss_evicted_by_age_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_preempted_requests", b"num_preempted_requests", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_by_age_tokens", b"miss_evicted_by_age_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_preempted_requests", b"num_preempted_requests", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

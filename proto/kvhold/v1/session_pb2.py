@@ -23,41 +23,42 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from kvhold.v1 import pool_pb2 as kvhold_dot_v1_dot_pool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvhold/v1/session.proto\x12\tkvhold.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa1\x01\n\x0cHeldSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epublish_tokens\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x03(\x05\x12\x11\n\tblock_ids\x18\x06 \x03(\x05\x12\x0e\n\x06hashes\x18\x07 \x01(\x0c\"\xc3\x01\n\x12OpenSessionRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x14\n\x0cresume_token\x18\x05 \x01(\t\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.kvhold.v1.HeldSequence\x12\x0b\n\x03pid\x18\x07 \x01(\x05\x12\x1c\n\x14want_local_transport\x18\x08 \x01(\x08\"4\n\x0eLocalTransport\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\xe3\x02\n\x13OpenSessionResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cgrace_period\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07outcome\x18\x07 \x01(\x0e\x32\x1d.kvhold.v1.OpenSessionOutcome\x12\x11\n\tlast_step\x18\x08 \x01(\x03\x12\x11\n\tlast_part\x18\t \x01(\x05\x12\x19\n\x11lost_sequence_ids\x18\n \x03(\x03\x12\x32\n\x0flocal_transport\x18\x0b \x01(\x0b\x32\x19.kvhold.v1.LocalTransport\"5\n\x10KeepAliveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x97\x01\n\x11KeepAliveResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x31\n\x0e\x64rain_deadline\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ompleted_step\x18\x03 \x01(\x03\"d\n\x14\x43loseSessionResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x1e\n\x16num_released_sequences\x18\x02 \x01(\x05\x12\x1b\n\x13num_released_blocks\x18\x03 \x01(\x05\"#\n\x13ListSessionsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\x83\x03\n\x0bSessionInfo\x12\x10\n\x08short_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.kvhold.v1.SessionState\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x15\n\rnum_sequences\x18\x07 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x08 \x01(\x05\x12\x1e\n\x16num_quarantined_blocks\x18\t \x01(\x05\x12\x11\n\tlast_step\x18\n \x01(\x03\x12\x16\n\x0e\x63ompleted_step\x18\x0b \x01(\x03\x12&\n\x03\x61ge\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ngrace_left\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03pid\x18\x0e \x01(\x05\x12\x19\n\x11quarantine_reason\x18\x0f \x01(\t\"Q\n\x14ListSessionsResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12(\n\x08sessions\x18\x02 \x03(\x0b\x32\x16.kvhold.v1.SessionInfo*}\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SESSION_STATE_LIVE\x10\x01\x12\x17\n\x13SESSION_STATE_GRACE\x10\x02\x12\x1d\n\x19SESSION_STATE_QUARANTINED\x10\x03*\xa2\x01\n\x12OpenSessionOutcome\x12$\n OPEN_SESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1f\n\x1bOPEN_SESSION_OUTCOME_OPENED\x10\x01\x12 \n\x1cOPEN_SESSION_OUTCOME_RESUMED\x10\x02\x12#\n\x1fOPEN_SESSION_OUTCOME_REASSERTED\x10\x03\x32\xcc\x02\n\x0eSessionService\x12L\n\x0bOpenSession\x12\x1d.kvhold.v1.OpenSessionRequest\x1a\x1e.kvhold.v1.OpenSessionResponse\x12J\n\tKeepAlive\x12\x1b.kvhold.v1.KeepAliveRequest\x1a\x1c.kvhold.v1.KeepAliveResponse(\x01\x30\x01\x12O\n\x0c\x43loseSession\x12\x1e.kvhold.v1.CloseSessionRequest\x1a\x1f.kvhold.v1.CloseSessionResponse\x12O\n\x0cListSessions\x12\x1e.kvhold.v1.ListSessionsRequest\x1a\x1f.kvhold.v1.ListSessionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvhold/v1/session.proto\x12\tkvhold.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14kvhold/v1/pool.proto\"\xa1\x01\n\x0cHeldSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epublish_tokens\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x03(\x05\x12\x11\n\tblock_ids\x18\x06 \x03(\x05\x12\x0e\n\x06hashes\x18\x07 \x01(\x0c\"\xc3\x01\n\x12OpenSessionRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x14\n\x0cresume_token\x18\x05 \x01(\t\x12%\n\x04held\x18\x06 \x03(\x0b\x32\x17.kvhold.v1.HeldSequence\x12\x0b\n\x03pid\x18\x07 \x01(\x05\x12\x1c\n\x14want_local_transport\x18\x08 \x01(\x08\"4\n\x0eLocalTransport\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\xe3\x02\n\x13OpenSessionResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cgrace_period\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07outcome\x18\x07 \x01(\x0e\x32\x1d.kvhold.v1.OpenSessionOutcome\x12\x11\n\tlast_step\x18\x08 \x01(\x03\x12\x11\n\tlast_part\x18\t \x01(\x05\x12\x19\n\x11lost_sequence_ids\x18\n \x03(\x03\x12\x32\n\x0flocal_transport\x18\x0b \x01(\x0b\x32\x19.kvhold.v1.LocalTransport\"5\n\x10KeepAliveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x97\x01\n\x11KeepAliveResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x31\n\x0e\x64rain_deadline\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ompleted_step\x18\x03 \x01(\x03\"d\n\x14\x43loseSessionResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x1e\n\x16num_released_sequences\x18\x02 \x01(\x05\x12\x1b\n\x13num_released_blocks\x18\x03 \x01(\x05\"#\n\x13ListSessionsRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\xb1\x03\n\x0bSessionInfo\x12\x10\n\x08short_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.kvhold.v1.SessionState\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x15\n\rnum_sequences\x18\x07 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x08 \x01(\x05\x12\x1e\n\x16num_quarantined_blocks\x18\t \x01(\x05\x12\x11\n\tlast_step\x18\n \x01(\x03\x12\x16\n\x0e\x63ompleted_step\x18\x0b \x01(\x03\x12&\n\x03\x61ge\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ngrace_left\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03pid\x18\x0e \x01(\x05\x12\x19\n\x11quarantine_reason\x18\x0f \x01(\t\x12,\n\x0cprefix_stats\x18\x10 \x01(\x0b\x32\x16.kvhold.v1.PrefixStats\"Q\n\x14ListSessionsResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12(\n\x08sessions\x18\x02 \x03(\x0b\x32\x16.kvhold.v1.SessionInfo*}\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SESSION_STATE_LIVE\x10\x01\x12\x17\n\x13SESSION_STATE_GRACE\x10\x02\x12\x1d\n\x19SESSION_STATE_QUARANTINED\x10\x03*\xa2\x01\n\x12OpenSessionOutcome\x12$\n OPEN_SESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1f\n\x1bOPEN_SESSION_OUTCOME_OPENED\x10\x01\x12 \n\x1cOPEN_SESSION_OUTCOME_RESUMED\x10\x02\x12#\n\x1fOPEN_SESSION_OUTCOME_REASSERTED\x10\x03\x32\xcc\x02\n\x0eSessionService\x12L\n\x0bOpenSession\x12\x1d.kvhold.v1.OpenSessionRequest\x1a\x1e.kvhold.v1.OpenSessionResponse\x12J\n\tKeepAlive\x12\x1b.kvhold.v1.KeepAliveRequest\x1a\x1c.kvhold.v1.KeepAliveResponse(\x01\x30\x01\x12O\n\x0c\x43loseSession\x12\x1e.kvhold.v1.CloseSessionRequest\x1a\x1f.kvhold.v1.CloseSessionResponse\x12O\n\x0cListSessions\x12\x1e.kvhold.v1.ListSessionsRequest\x1a\x1f.kvhold.v1.ListSessionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvhold.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SESSIONSTATE']._serialized_start=1747
-  _globals['_SESSIONSTATE']._serialized_end=1872
-  _globals['_OPENSESSIONOUTCOME']._serialized_start=1875
-  _globals['_OPENSESSIONOUTCOME']._serialized_end=2037
-  _globals['_HELDSEQUENCE']._serialized_start=71
-  _globals['_HELDSEQUENCE']._serialized_end=232
-  _globals['_OPENSESSIONREQUEST']._serialized_start=235
-  _globals['_OPENSESSIONREQUEST']._serialized_end=430
-  _globals['_LOCALTRANSPORT']._serialized_start=432
-  _globals['_LOCALTRANSPORT']._serialized_end=484
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=487
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=842
-  _globals['_KEEPALIVEREQUEST']._serialized_start=844
-  _globals['_KEEPALIVEREQUEST']._serialized_end=897
-  _globals['_KEEPALIVERESPONSE']._serialized_start=900
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1051
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1053
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1133
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1135
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1235
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1237
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1272
-  _globals['_SESSIONINFO']._serialized_start=1275
-  _globals['_SESSIONINFO']._serialized_end=1662
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1664
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1745
-  _globals['_SESSIONSERVICE']._serialized_start=2040
-  _globals['_SESSIONSERVICE']._serialized_end=2372
+  _globals['_SESSIONSTATE']._serialized_start=1815
+  _globals['_SESSIONSTATE']._serialized_end=1940
+  _globals['_OPENSESSIONOUTCOME']._serialized_start=1943
+  _globals['_OPENSESSIONOUTCOME']._serialized_end=2105
+  _globals['_HELDSEQUENCE']._serialized_start=93
+  _globals['_HELDSEQUENCE']._serialized_end=254
+  _globals['_OPENSESSIONREQUEST']._serialized_start=257
+  _globals['_OPENSESSIONREQUEST']._serialized_end=452
+  _globals['_LOCALTRANSPORT']._serialized_start=454
+  _globals['_LOCALTRANSPORT']._serialized_end=506
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=509
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=864
+  _globals['_KEEPALIVEREQUEST']._serialized_start=866
+  _globals['_KEEPALIVEREQUEST']._serialized_end=919
+  _globals['_KEEPALIVERESPONSE']._serialized_start=922
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1073
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1075
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1155
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1157
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1257
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1259
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1294
+  _globals['_SESSIONINFO']._serialized_start=1297
+  _globals['_SESSIONINFO']._serialized_end=1730
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1732
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1813
+  _globals['_SESSIONSERVICE']._serialized_start=2108
+  _globals['_SESSIONSERVICE']._serialized_end=2440
 # @@protoc_insertion_point(module_scope)

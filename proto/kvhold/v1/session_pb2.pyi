@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvhold.v1 import pool_pb2 as _pool_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -443,6 +444,7 @@ class SessionInfo(_message.Message):
     GRACE_LEFT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     QUARANTINE_REASON_FIELD_NUMBER: _builtins.int
+    PREFIX_STATS_FIELD_NUMBER: _builtins.int
     short_id: _builtins.str
     """First 8 characters of the session id: enough to tell sessions apart, too little to act for one."""
     pool: _builtins.str
@@ -477,6 +479,10 @@ class SessionInfo(_message.Message):
     def grace_left(self) -> _duration_pb2.Duration:
         """In grace: time left to resume."""
 
+    @_builtins.property
+    def prefix_stats(self) -> _pool_pb2.PrefixStats:
+        """Prefix statistics of this session. Empty once it has ended."""
+
     def __init__(
         self,
         *,
@@ -495,10 +501,11 @@ class SessionInfo(_message.Message):
         grace_left: _duration_pb2.Duration | None = ...,
         pid: _builtins.int = ...,
         quarantine_reason: _builtins.str = ...,
+        prefix_stats: _pool_pb2.PrefixStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "grace_left", b"grace_left"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "grace_left", b"grace_left", "prefix_stats", b"prefix_stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "client_name", b"client_name", "completed_step", b"completed_step", "epoch", b"epoch", "grace_left", b"grace_left", "last_step", b"last_step", "num_held_blocks", b"num_held_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_sequences", b"num_sequences", "pid", b"pid", "pool", b"pool", "quarantine_reason", b"quarantine_reason", "short_id", b"short_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "client_name", b"client_name", "completed_step", b"completed_step", "epoch", b"epoch", "grace_left", b"grace_left", "last_step", b"last_step", "num_held_blocks", b"num_held_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_sequences", b"num_sequences", "pid", b"pid", "pool", b"pool", "prefix_stats", b"prefix_stats", "quarantine_reason", b"quarantine_reason", "short_id", b"short_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

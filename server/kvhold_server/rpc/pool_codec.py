@@ -208,6 +208,7 @@ def encode_prefix_stats(stats: PrefixStatistics) -> pb.PrefixStats:
         hit_shared_tokens=stats.hit_shared_tokens,
         miss_never_seen_tokens=stats.miss_never_seen_tokens,
         miss_evicted_tokens=stats.miss_evicted_tokens,
+        miss_evicted_by_age_tokens=stats.miss_evicted_by_age_tokens,
         miss_rule_tokens=stats.miss_rule_tokens,
         miss_other_tokens=stats.miss_other_tokens,
         num_skipped_requests=stats.skipped_requests,

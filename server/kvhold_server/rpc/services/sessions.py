@@ -6,13 +6,15 @@ from typing import Any
 
 from kvhold.v1 import session_pb2 as pb
 from kvhold.v1 import session_pb2_grpc
+from kvhold.v1.pool_pb2 import PrefixStats
 from kvhold_server.domain.errors import InvalidField
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.service_limits import ServiceLimits
 from kvhold_server.node.node import Node
+from kvhold_server.pool.errors import UnknownPoolSession
 from kvhold_server.pool.restore import HeldSequence
 from kvhold_server.rpc.local_transport import LocalTransport
-from kvhold_server.rpc.pool_codec import duration
+from kvhold_server.rpc.pool_codec import duration, encode_prefix_stats
 from kvhold_server.rpc.tls import tenant_of
 from kvhold_server.sessions.lease import SessionState
 from kvhold_server.sessions.session import OpenRequest, Session
@@ -116,7 +118,15 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             grace_left=duration(node.sessions.grace_left_s(session, node.now_s)),
             pid=session.request.pid,
             quarantine_reason=node.sessions.quarantine_reason(session.session_id, node.now_s),
+            prefix_stats=self._prefix_stats(session),
         )
+
+    def _prefix_stats(self, session: Session) -> PrefixStats | None:
+        live = self._node.pools.get(session.pool)
+        try:
+            return encode_prefix_stats(live.pool.prefix_statistics(session.slot)) if live is not None else None
+        except UnknownPoolSession:  # it has ended, and waits for its workers
+            return None
 
 
 def decode_held(messages: Iterable[pb.HeldSequence], hash_size_bytes: int, limits: ServiceLimits) -> list[HeldSequence]:
