@@ -13,6 +13,7 @@ import argparse
 import collections
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -51,7 +52,10 @@ class Chaos:
             kind = self._pick()
             if kind.inject(world, self._choice):
                 self.faults[kind.name] += 1
-        self._look_after_everybody()
+        if world.armed:  # whoever is left must not be killed while it finishes
+            world.kill_daemon(signal.SIGKILL)
+            world.start_daemon()
+        world.look_after_schedulers()
         world.finish_schedulers(FINISH_TIMEOUT_S)
 
     def _look_after_everybody(self) -> None:

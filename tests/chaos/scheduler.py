@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvhold_client.client import Client, Pool
 from kvhold_client.errors import KvholdError, Unavailable, Unreachable
+from kvhold_client.mapping_errors import MappingError
 from kvhold_client.replay.counters import SharedCounters
 from kvhold_client.replay.forward import Forward
 from kvhold_client.replay.scheduler import Scheduler, SchedulerLimits
@@ -91,7 +92,7 @@ def main(path: str) -> int:
     """Exit codes: see above."""
     try:
         return run(Job(**json.loads(Path(path).read_text())))
-    except Unreachable as error:
+    except (Unreachable, MappingError) as error:  # the daemon was killed while it handed out the memory
         print(f"unreachable: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
     except KvholdError as error:

@@ -98,7 +98,7 @@ class World:
     def kill_daemon(self, number: signal.Signals) -> None:
         """Ends it with a signal and waits for its end."""
         assert self.daemon is not None
-        self.daemon.send_signal(number)
+        self.daemon.send_signal(number)  # nothing happens to one that has reached its failpoint
         code = self.daemon.wait(timeout=READY_TIMEOUT_S)
         at_failpoint = bool(self.armed) and code == -signal.SIGKILL
         if number is signal.SIGTERM and code != 0 and not at_failpoint:
