@@ -31,6 +31,9 @@ from kvhold_server.planner.uniform_pages import MergedBucket, bucket_by_merging,
 _WIDTH_MULTIPLES = (1, 2, 3, 4)
 _GROWN_AT_MOST = 4  # a common page is at most that many times the largest
 _MOST_WIDTHS = 160
+_MOST_DEALS = 20_000  # compared for one request, whatever it has
+_MOST_PAGES = 6
+_MANY_SPECS = 256  # beyond that, only the largest page is tried
 SWAPPED = {Layout.LBHNC: Layout.BLHNC, Layout.LBNHC: Layout.BLNHC}
 DEFAULT_MAX_GROUPS = 12
 
@@ -181,13 +184,16 @@ def options_of(model: Model) -> Iterator[Option]:
 def _packed_options(model: Model, layout: Layout, limits: Limits) -> Iterator[Option]:
     piles = piles_of(model.rest, model.drafters, model.largest_block_tokens)
     hidden = list(model.hidden.values())
+    most_groups = model.max_groups - len(hidden) - len(piles) + 1  # of one pile, with a group for each other
+    if most_groups < 1:
+        return
     least = max((spec.page_size_bytes for spec in hidden), default=1)
     hidden_blocks = sum(spec.max_request_blocks(limits) for spec in hidden)
     alignment = math.lcm(*(spec.block_stride_alignment_bytes or 1 for spec in distinct_specs(model.layers)))
     seen: set[tuple[object, ...]] = set()
     for most_multiple in (1, model.largest_block_tokens):
-        for width in _widths(piles, least, model.max_groups):
-            deals = [_cheapest(pile, width, most_multiple, model, limits) for pile in piles]
+        for width in _widths(piles, least, most_groups):
+            deals = [_cheapest(pile, width, most_multiple, most_groups, limits) for pile in piles]
             if any(deal is None for deal in deals):
                 continue
             chosen = tuple(deal for deal in deals if deal is not None)
@@ -234,14 +240,14 @@ def _widths(piles: list[Pile], least: int, max_groups: int) -> list[int]:
         least, *(pile.width_bytes(Deal(num_groups=min(pile.max_groups, max_groups), multiple=1)) for pile in piles)
     )
     wide_enough = sorted(width for width in widths if width >= floor)
-    step = cdiv(len(wide_enough), _MOST_WIDTHS)
+    step = cdiv(len(wide_enough), min(_MOST_WIDTHS, max(8, _MOST_DEALS // (len(piles) * max_groups))))
     return wide_enough[::step] if step > 1 else wide_enough
 
 
-def _cheapest(pile: Pile, width: int, most_multiple: int, model: Model, limits: Limits) -> Deal | None:
+def _cheapest(pile: Pile, width: int, most_multiple: int, max_groups: int, limits: Limits) -> Deal | None:
     """The deal not wider than `width` that takes fewest blocks; of equals the one with fewer groups, smaller blocks."""
     best: tuple[int, int, int] | None = None
-    for num_groups in range(1, min(pile.max_groups, model.max_groups) + 1):
+    for num_groups in range(1, min(pile.max_groups, max_groups) + 1):
         single = pile.width_bytes(Deal(num_groups=num_groups, multiple=1))
         largest = min(width // single, pile.max_multiple, most_multiple)
         for multiple in {largest, 1 << largest.bit_length() - 1} if largest else ():
@@ -311,7 +317,9 @@ def _common_pages(layers: SpecMap) -> list[int]:
     pages = {largest, *(round_up(largest, page) for page in growing)}
     if growing:
         pages.add(round_up(largest, math.lcm(*growing)))
-    return sorted(page for page in pages if page <= _GROWN_AT_MOST * largest)
+    if len(specs) > _MANY_SPECS:
+        return [largest]
+    return sorted(page for page in pages if page <= _GROWN_AT_MOST * largest)[:_MOST_PAGES]
 
 
 def _unified(model: Model, page: int) -> dict[LayerName, LayerSpec] | None:

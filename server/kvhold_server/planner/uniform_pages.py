@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvhold_server.domain.ids import LayerName
+from kvhold_server.domain.kinds.attention import GEOMETRY_FIELDS
 from kvhold_server.domain.layer_spec import LayerSpec, Mismatch, cdiv, merge_specs
 from kvhold_server.domain.plan import PlanWarning, WarningType
 from kvhold_server.planner.groups import Grouping, LayerGroup
@@ -40,17 +41,32 @@ def bucket_by_equality(specs: SpecMap) -> list[MergedBucket]:
 def bucket_by_merging(specs: SpecMap) -> list[MergedBucket]:
     """Each different spec joins the first bucket that it merges with."""
     buckets: list[MergedBucket] = []
+    alike: dict[object, list[int]] = {}  # buckets by what all that merge agree in: most pairs need not be tried
     for entry in bucket_by_equality(specs):
-        for index, bucket in enumerate(buckets):
+        candidates = alike.setdefault(_merge_key(entry.spec), [])
+        for index in candidates if _merges_with_others(entry.spec) else ():
+            bucket = buckets[index]
             merged = merge_specs([bucket.spec, entry.spec])
             if not isinstance(merged, Mismatch):
                 buckets[index] = MergedBucket(spec=merged, names=bucket.names + entry.names)
                 break
         else:
             alone = merge_specs([entry.spec])
-            spec = entry.spec if isinstance(alone, Mismatch) else alone
-            buckets.append(MergedBucket(spec=spec, names=entry.names))
+            candidates.append(len(buckets))
+            buckets.append(MergedBucket(spec=entry.spec if isinstance(alone, Mismatch) else alone, names=entry.names))
     return buckets
+
+
+def _merges_with_others(spec: LayerSpec) -> bool:
+    """Kinds without a rule of their own merge with their equals only, and those are one entry already."""
+    return type(spec).merge is not LayerSpec.merge
+
+
+def _merge_key(spec: LayerSpec) -> object:
+    """Every rule of merging wants an equal geometry."""
+    if not _merges_with_others(spec):
+        return None
+    return tuple(getattr(spec, field) for field in GEOMETRY_FIELDS)
 
 
 def group_size_of(lengths: Sequence[int]) -> int:
