@@ -22,7 +22,7 @@ def assert_adds_up(stats: pool_pb2.PrefixStats) -> None:
 
 
 async def test_the_parts_sum_to_the_query_tokens_per_pool_and_session(daemon: RunningDaemon) -> None:
-    """MET-01: a token is attributed once, whatever refusals and repetitions came before."""
+    """Each token is attributed once, whatever refusals and repetitions came before."""
     await open_hybrid(daemon)
     schedulers = []
     for number in (1, 2):
