@@ -17,7 +17,7 @@ from tests.property.test_plan_properties import cases, planned, requests, wire_r
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@cases(1000)
+@cases(600)
 @given(requests(Strategy.COMPACT))
 def test_compact_is_never_worse_than_modern_and_keeps_the_invariants(request: PlanRequest) -> None:
     made = never_worse(request)

@@ -291,7 +291,7 @@ def planned(request: PlanRequest) -> Plan | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 * SCALE)
-@cases(2000)
+@cases(1700)
 @given(requests())
 def test_every_plan_keeps_the_invariants(request: PlanRequest) -> None:
     made = planned(request)
@@ -420,7 +420,7 @@ def test_the_largest_divisor_below_a_limit(number: int, limit: int) -> None:
     assert not any(number % other == 0 for other in range(found + 1, min(limit, number) + 1))
 
 
-@cases(300)
+@cases(150)
 @given(requests(), st.sampled_from(list(Strategy)))
 def test_every_byte_of_a_request_has_a_kind_or_a_cause(request: PlanRequest, strategy: Strategy) -> None:
     asked = dataclasses.replace(request, config=dataclasses.replace(request.config, strategy=strategy))

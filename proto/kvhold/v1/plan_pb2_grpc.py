@@ -60,8 +60,8 @@ class PlanServiceServicer(object):
         RESOURCE_EXHAUSTED → give more memory or ask for a shorter length; the metadata names the rank, the bytes needed and
         available and the longest length that fits. CONFLICTING_WINDOWS, PROMOTION_FAILED, LAYOUT_CANNOT_HOLD_PAGES,
         KIND_NOT_PLANNABLE and their like → INVALID_ARGUMENT → change the layer, field or layout named. PAGE_NOT_UNIFIABLE,
-        NO_COMMON_GROUPING → UNIMPLEMENTED → this strategy cannot express the model: use a block-outermost layout or another
-        strategy. LAYER_SPEC_MISMATCH, RANK_WITHOUT_LAYERS, PADDED_PAGE_TOO_SMALL and their like → FAILED_PRECONDITION →
+        NO_COMMON_GROUPING, NO_GROUPING_WITHIN_BOUND → UNIMPLEMENTED → this strategy cannot express the model: use a
+        block-outermost layout, another strategy, or a wider bound. LAYER_SPEC_MISMATCH, RANK_WITHOUT_LAYERS, PADDED_PAGE_TOO_SMALL and their like → FAILED_PRECONDITION →
         the parts of the request contradict each other: change what the message says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
