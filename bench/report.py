@@ -56,9 +56,8 @@ step would be a native core behind the same interface.
 
 def print_table(verdicts: list[Verdict], parts: list[Part]) -> None:
     """The targets with our numbers beside the incumbent's."""
-    print(
-        f"\n{'measure':34}{'way':16}{'incumbent':>12}{'kvhold':>12}{'ratio':>8}{'spread':>14}{'target':>9}  {'CPU/step':>9}"
-    )
+    titles = f"{'measure':34}{'way':16}{'incumbent':>12}{'kvhold':>12}{'ratio':>8}{'spread':>14}{'target':>9}"
+    print(f"\n{titles}{'CPU/step':>11}")
     for v in verdicts:
         print(
             f"{v.target.label:34}{NAMES[v.way]:16}{_time(v, v.incumbent):>12}{_time(v, v.ours):>12}{v.ratio:>7.2f}×"

@@ -86,13 +86,14 @@ def decode_calls(num_blocks: int, table_blocks: int, *groups: GroupConfig) -> fl
 def test_a_decode_step_costs_the_same_in_any_pool_with_any_table() -> None:
     """Per sequence: one free block, one table entry, one hash."""
     small = decode_calls(2_000, 16)
-    assert small <= 40
+    assert small <= 12
     assert decode_calls(100_000, 16) == small
     assert decode_calls(100_000, 500) == small
 
 
-def test_a_decode_step_with_a_window_group_costs_at_most_twice_as_much() -> None:
-    assert decode_calls(20_000, 100, FULL, WINDOW) <= 2.2 * decode_calls(20_000, 100)
+def test_a_decode_step_with_a_window_group_is_bounded_too() -> None:
+    """Two groups and a block that leaves: sequence by sequence, where a plain group's step goes through in bulk."""
+    assert decode_calls(20_000, 100, FULL, WINDOW) <= 65
 
 
 def test_refusing_costs_the_same_for_any_prefix() -> None:

@@ -59,7 +59,7 @@ def test_the_pool_finds_what_the_model_finds(name: str) -> None:
             digest, tokens = b"%d" % unit, (unit + 1) * config.hash_unit_tokens
             origin = Origin(gid, session, 1)
             origin.is_public = True
-            pool.store.publish(gid, [block], [digest], origin, tokens, config.groups[gid].block_size_tokens)
+            pool.store.publish(gid, [block], [digest], origin, [tokens])
             model.add_key(block, Key(gid, digest, tokens, session, 0))
         sequence = Sequence(1, len(config.groups))
         sequence.hashes = [b"%d" % unit for unit in range(num_units)]

@@ -13,7 +13,7 @@ from kvhold_server.node.identity import PoolIdentity
 from kvhold_server.node.journal import BlockJournal
 from kvhold_server.node.telemetry import Histogram
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.values import Completed, Event, Removed, Stored
+from kvhold_server.pool.values import Completed, Event, Removed
 from kvhold_server.sessions.session import EndCause
 
 ALLOCATION_RESULTS = (
@@ -92,14 +92,19 @@ class LivePool:
 
     def note(self, completed: Completed | None, events: Collection[Event], clear_reason: str = "RESET") -> None:
         """Tells everybody who follows the pool's index what one call of the pool did to it."""
+        self.totals.num_published_blocks = self.pool.store.num_published
+        self.pool.store.tells_stored = self.events.is_following
         for event in events:
-            if isinstance(event, Stored):
-                self.totals.num_published_blocks += len(event.hashes)
-            elif isinstance(event, Removed):
+            if isinstance(event, Removed):
                 self.totals.num_evicted_blocks += len(event.hashes)
         self.events.absorb(completed, events, clear_reason)
         if self.journal is not None:
             self.journal.absorb(completed, events)
+
+    def follow(self) -> None:
+        """From now on the pool's events are told to watchers, beginning with what is visible now."""
+        self.events.follow(self.pool.published())
+        self.pool.store.tells_stored = True
 
     @property
     def num_ranks(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import count, repeat
+from itertools import repeat
 
 from kvhold_server.pool.fences import Fences
 from kvhold_server.pool.free_list import FreeList
@@ -43,12 +43,14 @@ class BlockStore:
         "num_cached",
         "num_provisional",
         "num_provisional_blocks",
+        "num_published",
         "num_quarantined",
         "num_reserved",
         "origin_of",
         "refs",
         "residency",
         "secondary",
+        "tells_stored",
         "tracking",
         "unit_tokens",
         "version",
@@ -83,6 +85,7 @@ class BlockStore:
         self.has_others = False  # hashes may come from another session than the one that asks
         self.num_provisional = 0  # origins that are not public
         self.num_provisional_blocks = 0
+        self.num_published = 0  # blocks that got a hash, ever
         self.dead_refs: Counter[int] = Counter()  # references that dead sessions hold
         self.num_quarantined = 0  # blocks that nobody else holds
         self.fences = Fences()
@@ -90,6 +93,7 @@ class BlockStore:
         self.ghosts = Ghosts(num_ghosts)
         self.residency = Residency(sample_every)
         self.events: list[Event] | None = [] if report_events else None
+        self.tells_stored = True  # among the events; whoever takes them may do without
         self.watchers: dict[int, Callable[[int], None]] = {}  # of released blocks: told when the bytes are lost
         self.version = 0  # grows whenever a lookup or an availability may come out differently
 
@@ -298,16 +302,16 @@ class BlockStore:
 
     # ------------------------------------------------------------ the index
     def publish(
-        self, group: int, blocks: list[int], hashes: list[bytes], origin: Origin, first_tokens: int, block_tokens: int
+        self, group: int, blocks: list[int], hashes: list[bytes], origin: Origin, lengths: Iterable[int]
     ) -> int:
-        """Gives each block its hash; the first stands for `first_tokens` tokens, the next for one block more.
+        """Gives each block its hash, which stands for as many tokens as `lengths` says.
 
         The blocks have no hash. Returns how many of the hashes had another block before.
         """
         index, copies = self.index[group], self.copies[group]
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         num_duplicates = 0
-        for block, key, tokens in zip(blocks, hashes, count(first_tokens, block_tokens), strict=False):
+        for block, key, tokens in zip(blocks, hashes, lengths, strict=False):
             first = index.setdefault(key, block)
             if first != block:
                 copies.setdefault(key, [first]).append(block)
@@ -316,8 +320,10 @@ class BlockStore:
             origin_of[block] = origin
             key_tokens[block] = tokens
         origin.parts.append(blocks)
-        origin.num_blocks += len(blocks)
-        self.num_provisional_blocks += len(blocks)
+        num = len(blocks)
+        origin.num_blocks += num
+        self.num_provisional_blocks += num
+        self.num_published += num
         self.version += 1
         return num_duplicates
 
@@ -429,6 +435,7 @@ class BlockStore:
         else:
             self.secondary.setdefault(block, []).append(key)
         origin.parts.append([block])
+        self.num_published += 1
         self.version += 1
 
     def move_keys(self, source: int, target: int) -> None:

@@ -71,6 +71,8 @@ class Groups:
         self.plain_sizes = [policy.block_tokens for policy in self.policies if policy.grows_plainly]
         if len(self.plain_sizes) < len(self.policies):
             self.plain_sizes = []
+        # One table that grows with its sequence and forgets nothing: the usual model, whose steps go through in bulk.
+        self.is_plain = self.is_single and self.policies[0].is_simple
         self.has_states = any(policy.config.kind is GroupKind.MAMBA for policy in self.policies)
         self.withheld_tokens = max(
             0, config.num_prefill_lookahead_tokens - 1

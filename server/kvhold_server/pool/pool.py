@@ -31,6 +31,7 @@ from kvhold_server.pool.residency import ResidencySample
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import OpenStep, PoolSession, SessionState
 from kvhold_server.pool.tenure import Tenures
+from kvhold_server.pool.together import extend_together, is_plain
 from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import (
     Admitted,
@@ -226,6 +227,11 @@ class Pool:
 
     def _step_extend(self, turn: Turn, items: StepInput) -> bool:
         columns = items.extend
+        groups = self.groups
+        if groups.is_plain and is_plain(columns):
+            config = self.config
+            if extend_together(turn, columns, groups, config.max_model_len, publishes=config.enable_caching):
+                return True
         output = turn.output
         status, counts, flat = output.extend_status, output.extend_counts, output.extend_blocks
         no_counts = [0] * len(self.groups.policies)

@@ -96,6 +96,11 @@ class GroupPolicy:
         """The hybrid has set what depends on the other groups."""
         self._is_dense = self.is_dense
 
+    @property
+    def is_simple(self) -> bool:
+        """Nothing of what kinds may do differently happens here; ask after `settle`."""
+        return self._is_dense and self.publishes_plainly and self.grows_plainly and not self.skips and self.stride == 1
+
     # ---------------------------------------------------------------- lookup
     def find(self, prefix: Prefix, groups: Seq[int], limit: int, drop: bool, align: int) -> Found:
         """Longest backed prefix of at most `limit` tokens, a multiple of `align`, for all these groups of one spec."""
@@ -239,14 +244,12 @@ class GroupPolicy:
                 if store.key_of[block] is not None:
                     store.drop_keys(block)  # it ended inside this block; now it covers it
         size = self.block_tokens
-        if isinstance(indices, range) or not blocks:
-            tokens = (start + 1) * size
-            duplicates = store.publish(self.gid, blocks, hashes, turn.origin(self.gid), tokens, size) if blocks else 0
-        else:
-            duplicates = 0
-            for i, block, key in zip(indices, blocks, hashes, strict=True):
-                duplicates += store.publish(self.gid, [block], [key], turn.origin(self.gid), (i + 1) * size, size)
-        if store.events is not None:
+        duplicates = 0
+        if blocks:
+            is_run = isinstance(indices, range)
+            lengths = range((start + 1) * size, end * size + 1, size) if is_run else [(i + 1) * size for i in indices]
+            duplicates = store.publish(self.gid, blocks, hashes, turn.origin(self.gid), lengths)
+        if store.events is not None and store.tells_stored:
             store.events.append(
                 Stored(
                     group=self.gid,

@@ -78,7 +78,7 @@ def publish_partial(
     if known:
         return
     store.publish_partial(block, key, turn.origin(policy.gid), tokens)
-    if store.events is not None:
+    if store.events is not None and store.tells_stored:
         store.events.append(
             Stored(
                 group=policy.gid,

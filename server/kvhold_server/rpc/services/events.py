@@ -53,7 +53,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self, live: LivePool, after: pb.EventCursor, heartbeat_s: float
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         log = live.events
-        log.follow(live.pool.published())
+        live.follow()
         woken = asyncio.Event()
         log.watchers.append(woken.set)
         position = after.sequence if after.boot_id == self._node.boot_id else None
