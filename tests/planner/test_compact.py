@@ -23,6 +23,7 @@ from tests.planner.beside_modern import never_worse
 from tests.planner.builders import (
     Layers,
     config,
+    cross,
     full,
     groups_of,
     hidden,
@@ -189,6 +190,12 @@ def test_the_choice_names_what_else_was_possible_and_why_not() -> None:
     assert before.verdict.startswith("holds ") and before.verdict.endswith("less")
     assert before.capacity_tokens < made.choice.chosen.capacity_tokens
     assert made.choice.num_considered > len(made.choice.runners_up)
+
+
+def test_a_model_whose_requests_hold_no_block_has_nothing_to_choose() -> None:
+    made = compact({"a": cross(16), "b": cross(32, heads=4)}, max_num_encoder_input_tokens=0)
+    assert made.capacity_tokens is None
+    assert made.choice is None
 
 
 def test_every_cached_mode_of_states_is_planned() -> None:

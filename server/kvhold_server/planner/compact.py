@@ -17,7 +17,7 @@ the aliasing layout) the plan is modern's.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvhold_server.domain.errors import InternalFault, KvholdError, Unsupported
@@ -89,26 +89,43 @@ class Solved:
 def best_of(request: PlanRequest, model: SpecMap) -> Solved:
     """The best plan. Raises the refusal of the modern strategy where no option can be planned."""
     config = request.config
-    modern, refusal = _modern(request, model)
+    modern = _modern(request, model)
     free = _free_layers(model, config)
     if not free:
-        if modern is None:
-            raise refusal
+        if isinstance(modern, KvholdError):
+            raise modern
         return Solved(solution=modern.solution, plan=modern.plan)
     options = list(options_of(Model(layers=free, config=config, drafters=request.drafter_layers)))
-    made = [] if modern is None or _exceeds_bound(modern.plan, config) else [modern]
-    for option in _shortlist(options, config, _MOST_PLANNED if len(free) <= _MANY_LAYERS else _MOST_PLANNED_OF_MANY):
-        found = _try(request, model, option)
-        if found is not None and all(_not_worse(found.plan, other.plan, config) for other in made if other is modern):
-            made += [found] if not any(_shape_of(found.plan) == _shape_of(other.plan) for other in made) else []
-    if not made and modern is not None:
-        raise NoGroupingWithinBound(max_num_groups=config.compact.max_num_groups or 0)
-    if not made:
-        raise refusal
+    most = _MOST_PLANNED if len(free) <= _MANY_LAYERS else _MOST_PLANNED_OF_MANY
+    found = [_try(request, model, option) for option in _shortlist(options, config, most)]
+    made = _eligible(modern, [each for each in found if each is not None], config)
     # Stable: of equals, modern's and then the earlier option. Beyond the bound only what nothing within it holds.
     made.sort(key=lambda each: (len(each.plan.scheduler_groups) > bound_of(config), -each.value))
-    plan = dataclasses.replace(made[0].plan, choice=_choice(made, len(options) + 1))
+    plan = made[0].plan
+    if plan.capacity_tokens is not None:  # requests that hold no block at all leave nothing to compare
+        plan = dataclasses.replace(plan, choice=_choice(made, len(options) + 1))
     return Solved(solution=made[0].solution, plan=plan)
+
+
+def _eligible(modern: _Made | KvholdError, found: Sequence[_Made], config: PlannerConfig) -> list[_Made]:
+    """Modern's and those that hold no less, each shape once. Raises modern's refusal, NoGroupingWithinBound."""
+    bound = config.compact.max_num_groups
+    made: list[_Made] = []
+    if isinstance(modern, KvholdError):
+        if not found:
+            raise modern
+    elif bound is None or len(modern.plan.scheduler_groups) <= bound:
+        made = [modern]
+        found = [each for each in found if _not_worse(each.plan, modern.plan, config)]
+    elif not found:
+        raise NoGroupingWithinBound(max_num_groups=bound)
+    shapes = {_shape_of(each.plan) for each in made}
+    for each in found:
+        shape = _shape_of(each.plan)
+        if shape not in shapes:
+            shapes.add(shape)
+            made.append(each)
+    return made
 
 
 def complete(request: PlanRequest, model: SpecMap, solution: Solution) -> Plan:
@@ -134,9 +151,8 @@ def _with_free_part(specs: SpecMap) -> SpecMap:
     return specs if any(spec.hidden_token_bytes is None for spec in specs.values()) else {}
 
 
-def _modern(request: PlanRequest, model: SpecMap) -> tuple[_Made | None, KvholdError]:
+def _modern(request: PlanRequest, model: SpecMap) -> _Made | KvholdError:
     """Modern's plan, or its refusal."""
-    nothing = KvholdError()
     try:
         grouping = plan_groups(model, request.config, request.drafter_layers)
         solution = Solution(description=MODERN, layout=request.config.layout, grouping=grouping)
@@ -144,8 +160,8 @@ def _modern(request: PlanRequest, model: SpecMap) -> tuple[_Made | None, KvholdE
     except InternalFault:
         raise
     except KvholdError as refusal:
-        return None, refusal
-    return _Made(solution=solution, plan=plan, value=_value_of(plan, request.config)), nothing
+        return refusal
+    return _Made(solution=solution, plan=plan, value=_value_of(plan, request.config))
 
 
 def _try(request: PlanRequest, model: SpecMap, option: Option) -> _Made | None:
@@ -159,12 +175,7 @@ def _try(request: PlanRequest, model: SpecMap, option: Option) -> _Made | None:
     return _Made(solution=solution, plan=plan, value=_value_of(plan, request.config))
 
 
-def _exceeds_bound(plan: Plan, config: PlannerConfig) -> bool:
-    bound = config.compact.max_num_groups
-    return bound is not None and len(plan.scheduler_groups) > bound
-
-
-def _shape_of(plan: Plan) -> object:
+def _shape_of(plan: Plan) -> Hashable:
     """Plans of the same shape are the same to whoever uses them."""
     groups = tuple((group.block_size_tokens, group.layer_names) for group in plan.scheduler_groups)
     return plan.layout, groups, tuple(rank.bytes_per_block for rank in plan.ranks)
