@@ -161,8 +161,9 @@ def _serve(directory: Path) -> "subprocess.Popen[bytes]":
 def _open_pool_when_up(directory: Path, request: pool_pb2.OpenPoolRequest) -> pool_pb2.OpenPoolResponse:
     from kvhold.v1 import pool_pb2_grpc
 
-    with grpc.insecure_channel(f"unix:{directory / 'k.sock'}") as channel:
-        return pool_pb2_grpc.PoolServiceStub(channel).OpenPool(request, wait_for_ready=True, timeout=20)
+    options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 500)]
+    with grpc.insecure_channel(f"unix:{directory / 'k.sock'}", options=options) as channel:
+        return pool_pb2_grpc.PoolServiceStub(channel).OpenPool(request, wait_for_ready=True, timeout=60)
 
 
 @pytest.mark.slow
