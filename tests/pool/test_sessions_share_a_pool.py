@@ -283,3 +283,29 @@ def test_a_step_shares_one_budget_and_says_what_stopped_it() -> None:
     again = AdmitColumns(sequence_ids=[3], num_tokens=[8], hash_counts=[-1])
     output = pool.step(ann.session, StepInput(step=3, completed_step=2, token_budget=18, admit=again))
     assert output.admit_status == [Status.OK], "its hashes were remembered"
+
+
+def test_r8_a_further_part_of_a_step_that_is_complete_is_complete_with_it() -> None:
+    """A step may come in parts; each may say that nothing of the step runs any more."""
+    pool = make_pool(20, report_completed=True)
+    ann, bob = Scheduler(pool), Scheduler(pool)
+    for part, name in enumerate(("P", "Q", "R")):
+        items = StepInput(step=1, completed_step=1, token_budget=1000)
+        items.admit.sequence_ids, items.admit.num_tokens = [part], [17]
+        items.admit.hash_counts, items.admit.hashes = [4], [f"{name}{i}".encode() for i in range(4)]
+        output = pool.step(ann.session, items)
+        assert output.completed_last is not None and output.completed_last.hashes == items.admit.hashes
+        assert bob.hit(name, 17) == 16
+        pool.check_invariants()
+    items = StepInput(step=2, completed_step=1)
+    items.free.sequence_ids = [0]
+    pool.step(ann.session, items)
+    pool.check_invariants()
+
+
+def test_too_large_a_completed_step_is_refused_and_leaves_no_trace() -> None:
+    pool = make_pool(20)
+    ann = Scheduler(pool)
+    with pytest.raises(StepOutOfOrder):
+        pool.step(ann.session, StepInput(step=2, completed_step=3))
+    pool.check_invariants()

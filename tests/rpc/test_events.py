@@ -167,6 +167,26 @@ async def test_reset_and_deletion_are_told(daemon: RunningDaemon) -> None:
     assert (await reader.read()).events[0].cleared.reason == "POOL_DELETED"
 
 
+async def test_a_step_that_names_itself_as_complete_is_told_at_once(daemon: RunningDaemon) -> None:
+    session = await started(daemon)
+    reader = Reader(daemon)
+    await reader.read()
+    admit = block_pb2.AdmitItems(sequence_ids=[1], num_tokens=[33], num_hashes=[2], hashes=digest(1, 2))
+    await session.step(admit=admit, step=1, completed_step=1)
+    await reader.until_idle()
+    assert reader.index == keys(1, 2)
+    # Hashes dropped and given in one step: it drops first.
+    again = block_pb2.AdmitItems(sequence_ids=[2], num_tokens=[49], num_hashes=[3], hashes=digest(1, 3, 4))
+    invalidate = block_pb2.InvalidateItems(block_ids=[1])
+    await session.step(invalidate=invalidate, admit=again, step=2, completed_step=2)
+    await reader.until_idle()
+    assert reader.index == keys(1, 2, 3, 4)
+    other = await daemon.open_session()
+    lookup = block_pb2.LookupItems(num_tokens=[49], num_hashes=[3], hashes=digest(1, 3, 4))
+    assert list((await other.step(lookup=lookup)).lookup.hit_tokens) == [48], "and others hit it"
+    reader.cancel()
+
+
 async def test_a_cursor_of_a_deleted_pool_is_not_taken_for_the_new_one_of_its_name(daemon: RunningDaemon) -> None:
     session = await started(daemon)
     reader = Reader(daemon)

@@ -125,7 +125,12 @@ class Pool:
         """
         self.store.residency.now_s = now_s
         owner = self._alive(session)
-        completed = self._advance(owner, items.step, items.completed_step)
+        if items.completed_step > items.step:
+            raise StepOutOfOrder(items.step, items.completed_step, owner.step, owner.completed_step)
+        if items.step == owner.step and not owner.open_steps:  # a further part of a step that named itself as complete
+            owner.open_steps.append(OpenStep(owner.serial, owner.step))
+            owner.completed_step = owner.step - 1
+        completed = self._advance(owner, items.step, min(items.completed_step, items.step - 1))
         turn = self._turn(owner)
         output = turn.output = StepOutput()
         output.completed = completed
@@ -138,7 +143,7 @@ class Pool:
             self._step_lookup(turn, items)
         turn.output = StepOutput()
         output.copies.sort(key=lambda copy: copy.group)
-        if items.completed_step >= owner.step:
+        if items.completed_step == items.step:
             output.completed_last = self.tenures.complete(owner, owner.step)
         output.events = self.take_events()
         return output
