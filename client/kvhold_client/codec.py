@@ -109,8 +109,14 @@ def _group(m: plan_pb2.Group, plan: plan_pb2.Plan) -> PlannedGroup:
         prefix_cacheable=m.prefix_cacheable,
         is_eagle_group=m.is_eagle_group,
         host_resident=m.host_resident,
+        member_kinds=_member_kinds(m, plan),
         **window,
     )
+
+
+def _member_kinds(m: plan_pb2.Group, plan: plan_pb2.Plan) -> tuple[str, ...]:
+    different = dict.fromkeys(m.member_spec_indexes)
+    return tuple(dict.fromkeys(plan.layer_specs[index].WhichOneof("kind") or "" for index in different))
 
 
 def _spec_of(m: plan_pb2.Group, plan: plan_pb2.Plan) -> plan_pb2.LayerSpec | None:

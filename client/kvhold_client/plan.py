@@ -22,6 +22,7 @@ class PlannedGroup:
     sliding_window_tokens: int = 0
     extra_retained_tokens: int = 0
     attention_chunk_size_tokens: int = 0
+    member_kinds: tuple[str, ...] = ()  # of a uniform_type's layers, each once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,13 @@ def test_the_families_of_the_manual_are_known() -> None:
     assert set(wanted.split()) <= set(KNOWN_MODEL_TYPES)
 
 
+def test_the_language_part_of_a_multimodal_file_is_read() -> None:
+    inner = CONFIGS["qwen3-next-80b-a3b"] | {"model_type": "qwen3_5_text"}
+    whole = {"model_type": "qwen3_5", "text_config": inner, "vision_config": {"model_type": "x", "hidden_size": 3}}
+    request = plan_request_from_hf_config(whole, memory_bytes=GIB)
+    assert list(request.layer_specs) == list(asked("qwen3-next-80b-a3b").layer_specs)
+
+
 def test_files_and_directories_are_read_and_others_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIGS["phi-2"]))

@@ -31,7 +31,7 @@ def print_plan(console: Console, title: str, plan: Plan, *, all_tensors: bool = 
 
 
 def _group_row(i: int, group: PlannedGroup, rank: PlannedRank) -> tuple[str, ...]:
-    kind = group.kind
+    kind = " + ".join(group.member_kinds) or group.kind
     if group.sliding_window_tokens:
         kind += f" {group.sliding_window_tokens}"
     elif group.attention_chunk_size_tokens:

@@ -119,6 +119,8 @@ ATTENTION_FAMILIES: Mapping[str, tuple[Callable[[ConfigReader], Layers], Mapping
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm4v_text", "chatglm"), (attention_layers(never_local), {})),
     # A window that a switch turns on.
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), (attention_layers(switched_window), {})),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), (attention_layers(switched_window), {})),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), (attention_layers(never_local), {"head_dim": 128})),
     "qwen3": (attention_layers(switched_window), {"head_dim": 128}),
     # Windows in turn with full layers.
     "gemma2": (

@@ -1,7 +1,8 @@
 """Hybrid families: recurrent layers that keep a state per request, between attention layers.
 
     family      recurrent layer     convolution channels                      state
-    qwen3_next  gated delta net     2·key heads·key + value heads·value       [value heads, value, key]
+    qwen3_next, gated delta net     2·key heads·key + value heads·value       [value heads, value, key]
+    qwen3_5
     jamba       Mamba-1             expand·hidden                             [expand·hidden, state]
     nemotron_h  Mamba-2             heads·head + 2·groups·state               [heads, head, state]
 
@@ -115,7 +116,7 @@ def _state_dtype(config: ConfigReader) -> str:
 
 
 RECURRENT_FAMILIES: Mapping[str, tuple[Callable[[ConfigReader], Layers], Mapping[str, Any]]] = {
-    "qwen3_next": (qwen3_next_layers, {"head_dim": 256}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), (qwen3_next_layers, {"head_dim": 256})),
     "jamba": (jamba_layers, {}),
     "nemotron_h": (nemotron_h_layers, {}),
 }
