@@ -52,7 +52,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def uniform_with(self, other: LayerSpec) -> bool:
         """Any sliding layer of the same window."""
-        return bool(other.family & Family.SLIDING) and same(self, other, "sliding_window_tokens")
+        return same(self, other, "sliding_window_tokens") and bool(other.family & Family.SLIDING)  # cheap test first
 
     def promoted(self, block_size_tokens: int) -> LayerSpec | None:
         """Full attention that remembers its window."""
