@@ -114,6 +114,10 @@ class Request:
         start, self.num_sent_hashes = self.num_sent_hashes, len(self.labels)
         return list(map(label_hash, self.labels[start:]))
 
+    def keep(self, hashes: list[bytes]) -> None:
+        """The item that carried these was refused: they are sent again."""
+        self.num_sent_hashes -= len(hashes)
+
 
 @dataclass(slots=True)
 class Grant:
@@ -243,8 +247,12 @@ class CoreDriver(Driver):
         return Grant(answer.new_blocks if answer.status is Status.OK else None, answer.hit_tokens)
 
     def extend(self, request: Request, **item: Any) -> Grant:
-        answer = self.pool.extend(self.session, request.sequence_id, hashes=request.new_hashes(), **item)
-        return Grant(answer.new_blocks if answer.status is Status.OK else None)
+        hashes = request.new_hashes()
+        answer = self.pool.extend(self.session, request.sequence_id, hashes=list(hashes), **item)
+        if answer.status is not Status.OK:
+            request.keep(hashes)
+            return Grant(None)
+        return Grant(answer.new_blocks)
 
     def publish(self, request: Request, tokens: int) -> None:
         hashes = request.new_hashes()

@@ -147,6 +147,7 @@ class WireDriver(Driver):
         )
         response = self._send(extend=items)
         if response.extend.statuses[0] in REFUSALS:
+            request.keep(hashes)
             return Grant(None)
         self._check(response.extend.statuses[0], response)
         return Grant(self._cut(response.extend.num_new_blocks, response.extend.block_ids))

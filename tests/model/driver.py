@@ -48,7 +48,11 @@ class ModelDriver(Driver):
         return Grant(answer[1], answer[0])
 
     def extend(self, request: Request, **item: Any) -> Grant:
-        return Grant(self.pool.extend(self.session, request.sequence_id, hashes=request.new_hashes(), **item))
+        hashes = request.new_hashes()
+        blocks = self.pool.extend(self.session, request.sequence_id, hashes=hashes, **item)
+        if blocks is None:
+            request.keep(hashes)
+        return Grant(blocks)
 
     def publish(self, request: Request, tokens: int) -> None:
         seq = self.pool.sessions[self.session].seqs[request.sequence_id]

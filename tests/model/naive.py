@@ -662,7 +662,6 @@ class NaivePool:
     ) -> list[list[int]] | None:
         seq = self.sessions[s].seqs[sid]
         slots = min(slots_needed, self.c.max_model_len)
-        seq.hashes = seq.hashes + (hashes or [])
         main = slots - num_lookahead_tokens
         computed = processed_tokens if computed_tokens is None else computed_tokens
         self.release_skipped(s, seq, processed_tokens)
@@ -672,6 +671,7 @@ class NaivePool:
             need += self.need(seq, gid, [], 0, computed, n, main, False)
         if need > 0 and need > self.available(s) - reserved_blocks:
             return None
+        seq.hashes = seq.hashes + (hashes or [])
         new = []
         for gid, group in enumerate(self.c.groups):
             n = num_encoder_tokens if group.kind is GroupKind.CROSS_ATTENTION else slots

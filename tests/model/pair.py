@@ -8,7 +8,7 @@ from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.errors import BlocksInUse, NeverFits
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.values import Bound, Status
+from kvhold_server.pool.values import Bound, ExtendColumns, Status, StepInput, StepOutput
 from tests.model.naive import NaivePool, Seq
 
 BIG = 2**31 - 1
@@ -130,9 +130,12 @@ class Engine:
 class Pair:
     """Applies operations to both, and compares."""
 
-    def __init__(self, config: PoolConfig, *, max_sessions: int = 3, check_every: int = 1) -> None:
+    def __init__(
+        self, config: PoolConfig, *, max_sessions: int = 3, check_every: int = 1, tells_stored: bool = True
+    ) -> None:
         self.config = config
         self.pool = Pool(config)
+        self.pool.store.tells_stored = tells_stored
         self.model = NaivePool(config)
         self.engines: dict[int, Engine] = {}
         self.dead: list[int] = []
@@ -159,8 +162,9 @@ class Pair:
                 self.upkeep,
                 self.end_session,
                 self.late,
+                self.grow_together,
             ),
-            (22, 40, 12, 14, 8, 3, 0.7, 2),
+            (22, 40, 12, 14, 8, 3, 0.7, 2, 8),
         )[0]
         verb(engine, rng)
 
@@ -187,16 +191,18 @@ class Pair:
         self.model.begin_step(engine.serial, engine.step, engine.completed)
 
     def next_step(self, engine: Engine, rng: random.Random) -> None:
-        output = self.pool.end_step(engine.serial)
+        self.compare_copies(self.pool.end_step(engine.serial))
+        engine.step += 1
+        engine.completed = max(engine.completed, engine.step - rng.choice((1, 1, 2, 3)))
+        self.begin(engine)
+        self.compare()
+
+    def compare_copies(self, output: StepOutput) -> None:
         copies = [(c.group, c.source, c.target) for c in output.copies]
         model = self.model
         ours = {(c.group, c.source, c.target) for c in output.copies}
         assert copies == sorted((c for c in model.copies if c in ours), key=lambda c: c[0]), (copies, model.copies)
         model.copies = [c for c in model.copies if c not in ours]
-        engine.step += 1
-        engine.completed = max(engine.completed, engine.step - rng.choice((1, 1, 2, 3)))
-        self.begin(engine)
-        self.compare()
 
     def complete(self, engine: Engine, rng: random.Random) -> None:
         engine.completed = rng.randint(engine.completed, engine.step)
@@ -270,7 +276,6 @@ class Pair:
         if new <= 0:
             return
         hashes = client.digests[client.sent : client.num_tokens // unit]
-        client.sent += len(hashes)
         slots = min(main + rng.choice((0, 0, 0, 3)), top)
         item = {
             "slots_needed": slots,
@@ -287,8 +292,56 @@ class Pair:
         assert ours == model, (ours, model, item)
         if ours is not None:
             client.computed = main
+            client.sent += len(hashes)
         elif rng.random() < 0.7:  # preempt the last
             self.free_one(engine, list(engine.running.values())[-1], rng)
+        self.compare()
+
+    def grow_together(self, engine: Engine, rng: random.Random) -> None:
+        """One step that extends many sequences, as the wire sends it: as if one after the other."""
+        unit, top = self.config.hash_unit_tokens, self.config.max_model_len
+        columns, mains, clients = ExtendColumns(), [], list(engine.running.values())
+        rng.shuffle(clients)
+        for client in clients:
+            client.num_tokens = min(top, max(client.num_tokens, client.computed + rng.choice((0, 1, unit))))
+            main = min(client.num_tokens, client.computed + rng.choice((1, unit, unit, 16)))
+            hashes = client.digests[client.sent : client.num_tokens // unit]
+            columns.sequence_ids.append(client.sid)
+            columns.slots_needed.append(main)
+            columns.processed_tokens.append(client.computed)
+            columns.publish_tokens.append(main)
+            columns.hash_counts.append(len(hashes))
+            columns.hashes += hashes
+            mains.append((client, main, hashes))
+        self.compare_copies(self.pool.end_step(engine.serial))  # of the verbs before
+        output = self.pool.step(
+            engine.serial, StepInput(step=engine.step, completed_step=engine.completed, extend=columns)
+        )
+        num_groups, flat, tried = len(self.config.groups), output.extend_blocks, True
+        at = 0
+        for i, (client, main, hashes) in enumerate(mains):
+            counts = output.extend_counts[i * num_groups : (i + 1) * num_groups]
+            new = []
+            for count in counts:
+                new.append(flat[at : at + count])
+                at += count
+            if not tried:
+                assert output.extend_status[i] == Status.NOT_TRIED
+                continue
+            model = self.model.extend(
+                engine.serial,
+                client.sid,
+                hashes=list(hashes),
+                slots_needed=main,
+                processed_tokens=client.computed,
+                publish_tokens=main,
+            )
+            tried = output.extend_status[i] == Status.OK
+            assert (new if tried else None) == model, (new, model)
+            if tried:
+                client.computed = main
+                client.sent += len(hashes)
+        self.compare_copies(output)
         self.compare()
 
     def free(self, engine: Engine, rng: random.Random) -> None:

@@ -309,3 +309,23 @@ def test_too_large_a_completed_step_is_refused_and_leaves_no_trace() -> None:
     with pytest.raises(StepOutOfOrder):
         pool.step(ann.session, StepInput(step=2, completed_step=3))
     pool.check_invariants()
+
+
+def test_a_refused_extend_keeps_no_hashes_so_that_the_retry_names_the_right_blocks() -> None:
+    """The client sends an item's hashes again when it asks again; kept twice, each later block got its neighbour's."""
+    pool = make_pool(7)
+    first, second = pool.open_session(), pool.open_session()
+    digests = [bytes([i]) * 32 for i in range(1, 7)]
+    pool.begin_step(first, 1)
+    pool.admit(first, 1, num_tokens=8, token_budget=100, hashes=digests[:2])
+    pool.begin_step(second, 1)
+    pool.admit(second, 9, num_tokens=16, token_budget=100, hashes=[b"x" * 32] * 4)
+    for _ in range(2):
+        refused = pool.extend(first, 1, slots_needed=12, processed_tokens=8, publish_tokens=12, hashes=digests[2:3])
+        assert refused.status is Status.REFUSED
+    pool.close_session(second)
+    taken = pool.extend(first, 1, slots_needed=16, processed_tokens=8, publish_tokens=16, hashes=digests[2:4])
+    assert taken.status is Status.OK
+    table = pool.tables(first, 1)[0]
+    assert [pool.store.key_of[block] for block in table] == digests[:4]
+    pool.check_invariants()

@@ -394,6 +394,8 @@ class Pool:
         else:
             new = self._grow_each(turn, sequence, slots, slots - lookahead, computed, num_encoder_tokens, reserved)
         if new is None:
+            if hashes:  # a refusal leaves no trace: the client sends them again when it asks again
+                del sequence.hashes[-len(hashes) :]
             return None
         if publish and self.config.enable_caching and not sequence.is_stale:
             groups.publish(sequence, publish, turn)
