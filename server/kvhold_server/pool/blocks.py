@@ -35,6 +35,7 @@ class BlockStore:
         "fences",
         "free",
         "ghosts",
+        "has_copies",
         "has_others",
         "index",
         "key_of",
@@ -82,6 +83,7 @@ class BlockStore:
         self.copies: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.secondary: dict[int, list[bytes]] = {}  # further hashes of a block: shorter prefixes that end inside it
         self.num_cached = 0  # free blocks that have a hash
+        self.has_copies = False  # blocks may be held by copies, not by tables alone
         self.has_others = False  # hashes may come from another session than the one that asks
         self.num_provisional = 0  # origins that are not public
         self.num_provisional_blocks = 0
@@ -234,8 +236,11 @@ class BlockStore:
                         plain.append(block)
                     else:
                         hashed.append(block)
-                elif dead_refs and count == dead_refs.get(block):
-                    self.num_quarantined += 1
+                else:
+                    if dead_refs and count == dead_refs.get(block):
+                        self.num_quarantined += 1
+                    if self.has_copies and step is not None and not self.tracking:
+                        step.released.append([block])  # a copy's end comes free with an earlier step than this one
         if plain:
             self.free.prepend(plain)
         if hashed:

@@ -39,6 +39,7 @@ class Turn:
         """Asks the client to copy; both ends are held until the step is complete."""
         self.output.copies.append(copy)
         self.open_step.copies.append(copy)
+        self.store.has_copies = True
 
     def origin(self, group: int) -> Origin:
         """The origin of what this step publishes in a group."""
