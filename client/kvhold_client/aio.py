@@ -30,18 +30,20 @@ from kvhold.v1 import (
     session_pb2_grpc,
 )
 from kvhold_client.calls import CallSettings, typed_error
-from kvhold_client.codec import decode_capabilities, decode_plan, decode_session_info
+from kvhold_client.channels import open_aio_channel
+from kvhold_client.codec import decode_capabilities, decode_plan_response, decode_session_info
 from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.plan import Plan
 from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
-from kvhold_client.results import Capabilities, SessionInfo, StepReply
+from kvhold_client.results import Capabilities, SessionInfo
 from kvhold_client.sequence_table import SequenceTable
-from kvhold_client.session import MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
+from kvhold_client.session import MAX_RETRY_PAUSE_S, RESTART_ALLOWANCE_S, RETRY_PAUSE_S
 from kvhold_client.session_core import Credentials, Resumption, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import decode_step
 from kvhold_client.step_outcome import StepOutcome
-from kvhold_client.target import channel_options, default_target, normal_target
+from kvhold_client.step_reply import StepReply
+from kvhold_client.target import default_target, normal_target
 
 Answer = TypeVar("Answer")
 
@@ -60,7 +62,7 @@ class AsyncClient:
     def __init__(self, target: str | None = None, *, timeout_s: float = 30.0) -> None:
         self.target = default_target() if target is None else normal_target(target)
         self._settings = CallSettings(target=self.target, timeout_s=timeout_s)
-        self._channel = grpc.aio.insecure_channel(self.target, options=channel_options())
+        self._channel = open_aio_channel(self.target)
 
     async def capabilities(self) -> Capabilities:
         """What the daemon can do, and its bounds."""
@@ -71,7 +73,7 @@ class AsyncClient:
     async def plan(self, request: plan_pb2.PlanRequest) -> Plan:
         """Plans without allocating anything."""
         stub = plan_pb2_grpc.PlanServiceStub(self._channel)
-        return decode_plan((await _call(stub.Plan, request, self._settings)).plan)
+        return decode_plan_response(await _call(stub.Plan, request, self._settings))
 
     async def open_pool(self, request: PoolRequest) -> "AsyncPool":
         """Makes the pool or attaches to it."""
@@ -222,7 +224,7 @@ class AsyncSession:
                 raise self._dead
             if self._core.current is not used:
                 return
-            deadline = time.monotonic() + max(used.grace_period_s, 1.0)
+            deadline = time.monotonic() + used.grace_period_s + RESTART_ALLOWANCE_S
             pause = RETRY_PAUSE_S
             while True:
                 try:
@@ -232,7 +234,7 @@ class AsyncSession:
                     if isinstance(error, ResumeRefused | SessionFenced):
                         raise self._died(error) from None
                     if time.monotonic() + pause > deadline:
-                        text = f"the session could not be resumed within {used.grace_period_s:g} s: {error}"
+                        text = f"the session could not be resumed: {error}"
                         raise Unreachable(text) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, MAX_RETRY_PAUSE_S)

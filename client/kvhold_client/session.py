@@ -31,6 +31,7 @@ from kvhold_client.target import beside
 
 RETRY_PAUSE_S = 0.05
 MAX_RETRY_PAUSE_S = 1.0
+RESTART_ALLOWANCE_S = 10.0  # the grace period runs only while there is a daemon: one that restarts needs its time, too
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -197,7 +198,7 @@ class Session:
                 raise self._dead
             if self._core.current is not used:
                 return
-            deadline = time.monotonic() + max(used.grace_period_s, 1.0)
+            deadline = time.monotonic() + used.grace_period_s + RESTART_ALLOWANCE_S
             pause = RETRY_PAUSE_S
             while True:
                 try:
@@ -207,9 +208,7 @@ class Session:
                     if isinstance(error, ResumeRefused | SessionFenced):
                         raise self._died(error) from None
                     if self._closing.is_set() or time.monotonic() + pause > deadline:
-                        raise Unreachable(
-                            f"the session could not be resumed within {used.grace_period_s:g} s: {error}"
-                        ) from error
+                        raise Unreachable(f"the session could not be resumed: {error}") from error
                 self._closing.wait(pause)
                 pause = min(pause * 2, MAX_RETRY_PAUSE_S)
 
