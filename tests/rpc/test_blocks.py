@@ -211,3 +211,31 @@ async def test_steps_must_not_go_back(session: ClientSession) -> None:
     await session.step(step=5)
     refusal = await refused(session.step(step=4, completed_step=0))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_OUT_OF_ORDER")
+
+
+async def test_hashes_of_a_refused_extend_are_sent_again_and_name_the_right_blocks(
+    daemon: RunningDaemon, session: ClientSession
+) -> None:
+    """A refusal leaves no trace; hashes kept from it once shifted all later ones, and wrong blocks were hit."""
+    await session.admit(1, 32, 1, 2)
+    await session.admit(2, 16 * 96, skip_lookup=[True])
+    extend = pb.ExtendItems(
+        sequence_ids=[1],
+        slots_needed=[64],
+        processed_tokens=[32],
+        publish_tokens=[64],
+        num_hashes=[2],
+        hashes=digest(3, 4),
+    )
+    for _ in range(2):
+        refused_once = await session.step(extend=extend)
+        assert list(refused_once.extend.statuses) == [pb.ITEM_STATUS_OUT_OF_BLOCKS]
+    await session.free(2)
+    assert list((await session.step(extend=extend)).extend.statuses) == [OK]
+    await session.free(1)
+    hit = await session.admit(3, 65, 1, 2, 3, 4)
+    assert list(hit.admit.hit_tokens) == [64]
+    state = daemon.node.pools["p"].pool.describe()  # type: ignore[index]
+    named = {block_hash: blocks for block_hash, _, blocks in state.cache}
+    assert [named[digest(i)][0] for i in (1, 2, 3, 4)] == list(hit.admit.block_ids)[:4]
+    await session.free(3)
