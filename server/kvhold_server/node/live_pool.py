@@ -93,7 +93,7 @@ class LivePool:
     def note(self, completed: Completed | None, events: Collection[Event], clear_reason: str = "RESET") -> None:
         """Tells everybody who follows the pool's index what one call of the pool did to it."""
         self.totals.num_published_blocks = self.pool.store.num_published
-        self.pool.store.tells_stored = self.events.is_following
+        self._ask_for(stored=self.events.is_following, completed=self.events.is_following or self.journal is not None)
         for event in events:
             if isinstance(event, Removed):
                 self.totals.num_evicted_blocks += len(event.hashes)
@@ -104,7 +104,12 @@ class LivePool:
     def follow(self) -> None:
         """From now on the pool's events are told to watchers, beginning with what is visible now."""
         self.events.follow(self.pool.published())
-        self.pool.store.tells_stored = True
+        self._ask_for(stored=True, completed=True)
+
+    def _ask_for(self, *, stored: bool, completed: bool) -> None:
+        """What of its doings the pool lists block by block: only what somebody reads."""
+        self.pool.store.tells_stored = stored
+        self.pool.tenures.tells_completed = completed and self.config.report_completed
 
     @property
     def num_ranks(self) -> int:

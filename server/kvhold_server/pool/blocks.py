@@ -23,6 +23,8 @@ from kvhold_server.pool.residency import Residency
 from kvhold_server.pool.session import OpenStep, Origin
 from kvhold_server.pool.values import Event, Removed
 
+_BULK = 64  # from so many blocks on, looking whether the quick way is open costs less than the slow one
+
 
 class BlockStore:
     """All blocks of one pool. Ids 1+num_reserved..num_blocks-1 may be handed out; 0 is the null block."""
@@ -135,6 +137,8 @@ class BlockStore:
         """Drops the hashes of blocks that are being handed out."""
         key_of, origin_of, copies, index = self.key_of, self.origin_of, self.copies, self.index
         secondary, reporting = self.secondary, self.events is not None
+        if len(index) == 1 and not secondary and self._forget_together(blocks[start:] if start else blocks):
+            return
         event: Removed | None = None
         gone: list[bytes] = []
         num = 0
@@ -166,6 +170,31 @@ class BlockStore:
         self.num_cached -= num
         if gone:
             self.ghosts.add(gone)
+
+    def _forget_together(self, blocks: list[int]) -> bool:
+        """As `_forget_taken` for one group, in bulk. False, and nothing is done, if some hash has other blocks or is
+        provisional."""
+        key_of, origin_of, copies, index = self.key_of, self.origin_of, self.copies[0], self.index[0]
+        keys = list(map(key_of.__getitem__, blocks))
+        if None in keys:
+            blocks = [block for block, key in zip(blocks, keys, strict=True) if key is not None]
+            keys = list(filter(None, keys))
+        if not keys:
+            return True
+        if copies and not copies.keys().isdisjoint(keys):
+            return False
+        if self.num_provisional and not all(o.is_public for o in set(map(origin_of.__getitem__, blocks))):  # type: ignore[union-attr]
+            return False
+        for key in keys:
+            del index[key]  # type: ignore[arg-type]
+        for block in blocks:
+            key_of[block] = origin_of[block] = None
+        self.num_cached -= len(keys)
+        self.ghosts.add(keys)  # type: ignore[arg-type]
+        if self.events is not None:
+            event = self._new_removed(0)
+            event.hashes, event.blocks, event.copies_left = keys, blocks.copy(), [0] * len(keys)  # type: ignore[assignment]
+        return True
 
     def _left_origin(self, origin: Origin) -> None:
         """A block lost a hash that was provisional."""
@@ -315,17 +344,20 @@ class BlockStore:
         """
         index, copies = self.index[group], self.copies[group]
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
-        num_duplicates = 0
+        num_duplicates, num = 0, len(blocks)
+        if num >= _BULK and index.keys().isdisjoint(hashes) and len(set(hashes)) == num == len(hashes):
+            index.update(zip(hashes, blocks, strict=True))
+        else:
+            for block, key in zip(blocks, hashes, strict=False):
+                first = index.setdefault(key, block)
+                if first != block:
+                    copies.setdefault(key, [first]).append(block)
+                    num_duplicates += 1
         for block, key, tokens in zip(blocks, hashes, lengths, strict=False):
-            first = index.setdefault(key, block)
-            if first != block:
-                copies.setdefault(key, [first]).append(block)
-                num_duplicates += 1
             key_of[block] = key
             origin_of[block] = origin
             key_tokens[block] = tokens
         origin.parts.append(blocks)
-        num = len(blocks)
         origin.num_blocks += num
         self.num_provisional_blocks += num
         self.num_published += num

@@ -44,7 +44,7 @@ class Residency:
         """Their former content, if watched, is over; some are watched from now on."""
         watched = self._watched
         if watched and not watched.keys().isdisjoint(blocks):
-            for block in blocks:
+            for block in filter(watched.__contains__, blocks):
                 self.ended(block)
         for block in blocks[-self._num_handed_out % self.every :: self.every]:
             watched[block] = _Watched(self.now_s)
@@ -52,13 +52,10 @@ class Residency:
 
     def touched(self, blocks: list[int]) -> None:
         """These blocks were hit."""
-        if self._watched.keys().isdisjoint(blocks):
-            return
-        for block in blocks:
-            watched = self._watched.get(block)
-            if watched is not None:
-                watched.last_s = self.now_s
-                watched.accesses_s.append(self.now_s)
+        for block in filter(self._watched.__contains__, blocks):
+            watched = self._watched[block]
+            watched.last_s = self.now_s
+            watched.accesses_s.append(self.now_s)
 
     def ended(self, block: int) -> None:
         """The block's content is gone: emits its sample if it was watched."""

@@ -9,11 +9,12 @@ ALIVE ── close ─▶ gone                         everything is proven comp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.errors import QuarantineOpen, UnknownPoolSession
-from kvhold_server.pool.session import OpenStep, PoolSession, SessionState
+from kvhold_server.pool.session import OpenStep, Origin, PoolSession, SessionState
 from kvhold_server.pool.values import Completed
 
 _SLICE_BLOCKS = 256
@@ -25,6 +26,7 @@ class Tenures:
     def __init__(self, config: PoolConfig, store: BlockStore) -> None:
         self.config = config
         self.store = store
+        self.tells_completed = config.report_completed  # whoever takes the answers may do without
         self.sessions: dict[int, PoolSession] = {}
         self._last_serial = 0
         self._work: dict[int, Iterator[int]] = {}  # of dead sessions: yields how many blocks it has just worked off
@@ -87,17 +89,21 @@ class Tenures:
             origin.is_public = True
             store.num_provisional -= 1
             store.num_provisional_blocks -= origin.num_blocks
-            if self.config.report_completed:
+            if self.tells_completed:
                 for part in origin.parts:
-                    for block in part:
-                        key = store.key_of[block]
-                        if store.origin_of[block] is origin and key is not None:
-                            result.groups.append(origin.group)
-                            result.blocks.append(block)
-                            result.hashes.append(key)
-                            result.key_tokens.append(store.key_tokens[block])
+                    self._tell(origin, part, result)
             origin.parts = []
         open_step.origins = {}
+
+    def _tell(self, origin: Origin, blocks: list[int], result: Completed) -> None:
+        """Lists those blocks that still have the hash that this origin gave them."""
+        key_of, origin_of = self.store.key_of, self.store.origin_of
+        if any(origin_of[block] is not origin for block in blocks):
+            blocks = [block for block in blocks if origin_of[block] is origin]
+        result.groups.extend(repeat(origin.group, len(blocks)))
+        result.blocks.extend(blocks)
+        result.hashes.extend(map(key_of.__getitem__, blocks))  # type: ignore[arg-type]
+        result.key_tokens.extend(map(self.store.key_tokens.__getitem__, blocks))
 
     def _lift(self, open_step: OpenStep) -> None:
         for fence in open_step.fences():
