@@ -132,7 +132,7 @@ class Pool:
             owner.completed_step = owner.step - 1
         completed = self._advance(owner, items.step, min(items.completed_step, items.step - 1))
         turn = self._turn(owner)
-        output = turn.output = StepOutput()
+        output = turn.output  # empty: whoever fills it takes it away
         output.completed = completed
         if items.free.sequence_ids:
             self._step_free(turn, items)

@@ -22,6 +22,9 @@ from kvhold_server.rpc.metadata_codec import decode_metadata
 
 MAX_INT32 = 2**31 - 1
 CUT_TOGETHER = 128  # digests
+# What a step does not ask for; never changed.
+_NO_FREES, _NO_EXTENDS, _NO_ADMITS, _NO_LOOKUPS = FreeColumns(), ExtendColumns(), AdmitColumns(), LookupColumns()
+_NO_INVALIDATION = Invalidation()
 
 
 @dataclass(eq=False)
@@ -54,8 +57,17 @@ def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits
         raise InvalidField("step", request.step, "must be at least 1")
     if not 0 <= request.completed_step <= request.step:
         raise InvalidField("completed_step", request.completed_step, f"must be 0..step, {request.step}")
-    items = StepInput(step=request.step, completed_step=request.completed_step)
-    command = StepCommand(part=request.part, items=items, report_evictions=request.report_evictions)
+    items = StepInput(
+        step=request.step,
+        completed_step=request.completed_step,
+        free=_NO_FREES,
+        extend=_NO_EXTENDS,
+        admit=_NO_ADMITS,
+        lookup=_NO_LOOKUPS,
+    )
+    command = StepCommand(
+        part=request.part, items=items, invalidate=_NO_INVALIDATION, report_evictions=request.report_evictions
+    )
     if request.HasField("free"):
         items.free = _free(request.free, shape, limits)
         command.preempted = column("free.preempted", request.free.preempted, len(items.free.sequence_ids))
