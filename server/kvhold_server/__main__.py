@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvhold_server.app import serve
-from kvhold_server.config import ConfigError, load_config, load_with_origins
+from kvhold_server.config import ConfigError, check_listeners, load_config, load_with_origins
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.logs import set_up_logging
 from kvhold_server.memory.descriptor_limit import raise_descriptor_limit
@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         config = load_config(argv[1:], os.environ)
+        check_listeners(config)
     except ConfigError as error:
         print(f"kvhold serve: {error}", file=sys.stderr)
         return 2

@@ -145,7 +145,8 @@ class Daemon:
         gc.collect()
         gc.freeze()  # what was imported stays: full collections need not look at it again
         await self.health.set_ready(True)
-        logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, config.socket or "-", self.tcp_port)
+        socket, tcp_port = config.socket or "-", self.tcp_port or "-"
+        logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, socket, tcp_port)
 
     async def _start_local_transport(self, path: str) -> None:
         limits = self.config.limits

@@ -30,6 +30,7 @@ else:
 
 ENV_PREFIX = "KVHOLD_"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with the final zero
+SOCKET_SUFFIXES = {"socket": ".local", "admin_socket": ""}  # the longest of what is put behind the path
 
 
 @dataclass(eq=False)
@@ -90,14 +91,6 @@ class ServerConfig:
     tracing: str = setting("off", "trace ids in logs and exemplars, or spans too", choices=("off", "log", "otel"))
     limits: ServiceLimits = field(default_factory=ServiceLimits)
 
-    def __post_init__(self) -> None:
-        for name in ("socket", "admin_socket"):
-            path = getattr(self, name)
-            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise ConfigError(
-                    "default", name, path, f"a unix socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes"
-                )
-
     @property
     def state_path(self) -> Path:
         """Where locks and block tables lie."""
@@ -140,7 +133,22 @@ def load_with_origins(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded
     values = {key: _convert(key, value, origin) for key, (value, origin) in merged.items()}
     limits = {key.removeprefix("limits_"): values.pop(key) for key in list(values) if key.startswith("limits_")}
     origins = dict.fromkeys(_settings(), "default") | {key: origin for key, (_, origin) in merged.items()}
+    for name, suffix in SOCKET_SUFFIXES.items():
+        _check_socket_path(origins[name], name, values.get(name, ""), suffix)
     return LoadedConfig(config=ServerConfig(**values, limits=ServiceLimits(**limits)), origins=origins)
+
+
+def _check_socket_path(origin: str, name: str, path: str, suffix: str) -> None:
+    most = MAX_SOCKET_PATH_BYTES - len(suffix)
+    if len(os.fsencode(path)) > most:
+        raise ConfigError(origin, name, path, f"must have at most {most} bytes; name one in a shorter directory")
+
+
+def check_listeners(config: ServerConfig) -> None:
+    """Raises ConfigError if no engine could reach a daemon of this configuration."""
+    if not config.socket and not config.tcp:
+        remedy = "nobody could reach a daemon without socket and tcp; e.g. --socket /run/kvhold/kvhold.sock"
+        raise ConfigError("default", "socket", "", remedy)
 
 
 def _prefixed(limits: dict[str, Any]) -> dict[str, Any]:

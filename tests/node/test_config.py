@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold_server.config import ConfigError, ServerConfig, load_config, split_host_port
+from kvhold_server.config import ConfigError, ServerConfig, check_listeners, load_config, split_host_port
 
 
 def test_each_source_overrides_the_one_below(tmp_path: Path) -> None:
@@ -31,6 +31,8 @@ def test_each_source_overrides_the_one_below(tmp_path: Path) -> None:
         (["--lease-ttl-s", "nan"], {}, "", ["must be a number"]),
         ([], {"KVHOLD_INSECURE": "maybe"}, "", ["true or false"]),
         (["--config", "/nowhere/at/all"], {}, "", ["No such file"]),
+        (["--socket", "/" + "x" * 101], {}, "", ["--socket", "at most 101 bytes"]),  # PATH.local is bound too
+        ([], {"KVHOLD_ADMIN_SOCKET": "/" + "x" * 107}, "", ["KVHOLD_ADMIN_SOCKET", "at most 107 bytes"]),
     ],
 )
 def test_bad_settings_name_origin_key_and_rule(
@@ -41,6 +43,13 @@ def test_bad_settings_name_origin_key_and_rule(
     with pytest.raises(ConfigError) as caught:
         load_config(argv, environment | source)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_daemon_that_nobody_could_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--socket"):
+        check_listeners(load_config([], {}))
+    check_listeners(load_config(["--tcp", "127.0.0.1:0"], {}))
+    check_listeners(load_config(["--socket", "/" + "x" * 100], {}))
 
 
 @pytest.mark.parametrize("argv", [["--no-such-flag"], ["--lease-ttl", "1"]])
