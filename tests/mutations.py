@@ -179,6 +179,25 @@ MUTATIONS = (
     Mutation(
         "low_blocks_are_handed_out", "blocks.py", "FreeList(1 + num_reserved, num_blocks)", "FreeList(1, num_blocks)"
     ),
+    Mutation("copy_ends_lose_their_fence", "blocks.py", "if self.has_copies and step is not None", "if False"),
+    Mutation("a_step_cannot_complete_itself", "pool.py", "if items.completed_step == items.step:", "if False:"),
+    Mutation(
+        "a_further_part_is_another_step",
+        "pool.py",
+        "if items.step == owner.step and not owner.open_steps:",
+        "if False:",
+    ),
+    Mutation(
+        "refused_hashes_are_kept",
+        "pool.py",
+        "                del sequence.hashes[-len(hashes) :]",
+        "                pass",
+    ),
+    Mutation("together_beyond_the_pool", "together.py", "if total > store.available(turn.session):", "if False:"),
+    Mutation(
+        "together_publishes_stale_text", "together.py", "if end <= start or sequence.is_stale:", "if end <= start:"
+    ),
+    Mutation("together_publishes_twice", "together.py", "        sequence.offered[0] = end\n", ""),
 )
 
 TESTS = """
@@ -188,7 +207,7 @@ from tests.model.pair import CONFIGS, Pair
 for run in range(3):
     for name in CONFIGS:
         rng = random.Random(f"{name}/{run}")
-        pair = Pair(CONFIGS[name], check_every=4)
+        pair = Pair(CONFIGS[name], check_every=4, tells_stored=run != 1)
         for _ in range(160):
             pair.random_operation(rng)
         pair.drain()

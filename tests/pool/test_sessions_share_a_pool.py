@@ -329,3 +329,45 @@ def test_a_refused_extend_keeps_no_hashes_so_that_the_retry_names_the_right_bloc
     table = pool.tables(first, 1)[0]
     assert [pool.store.key_of[block] for block in table] == digests[:4]
     pool.check_invariants()
+
+
+def test_what_a_sequence_lets_go_while_a_copy_holds_it_waits_for_its_own_step_too() -> None:
+    """A block comes free when the copy is done, but the step in which its sequence ended may still read it."""
+    large = GroupConfig(kind=GroupKind.FULL, block_size_tokens=16)
+    pool = make_pool(20, large, GroupConfig(kind=GroupKind.FULL, block_size_tokens=4), block=4)
+    ann = Scheduler(pool)
+    ann.admit(1, "P", 24)
+    ann.next_step()
+    answer = ann.admit(2, "P", 25)
+    assert answer.hit_tokens == 24
+    copied = answer.tables[0][1]  # the block that the second one shares in part: a copy of its own
+    ann.next_step(completed=1)
+    ann.free(1)
+    ann.free(2)
+    bob = Scheduler(pool)
+    pool.complete(ann.session, 2)
+    assert copied in pool.describe().free_order
+    assert pool.available(bob.session) == 9, "19 less the 8 of the first and the 2 that are the second's alone"
+    ann.next_step(completed=3)
+    pool.check_invariants()
+    assert pool.available(bob.session) == 19
+
+
+@pytest.mark.parametrize("tells_stored", [True, False])
+def test_sequences_that_a_forced_reset_cut_off_publish_nothing_when_they_grow_together(tells_stored: bool) -> None:
+    """Their later blocks rest on what was to be forgotten; a new sequence publishes as ever."""
+    pool = make_pool(40)
+    pool.store.tells_stored = tells_stored
+    ann = Scheduler(pool)
+    ann.admit(1, "P", 8)
+    ann.admit(2, "Q", 8)
+    pool.reset(force=True)
+    ann.admit(3, "R", 8)
+    items = StepInput(step=1)
+    items.extend.sequence_ids, items.extend.slots_needed = [1, 2, 3], [12, 12, 12]
+    items.extend.processed_tokens, items.extend.publish_tokens = [8, 8, 8], [12, 12, 12]
+    items.extend.hash_counts, items.extend.hashes = [1, 1, 1], [b"P2", b"Q2", b"R2"]
+    output = pool.step(ann.session, items)
+    assert output.extend_status == [Status.OK] * 3 and output.extend_counts == [1, 1, 1]
+    assert sorted(key for key, _, _ in pool.describe().cache) == [b"R0", b"R1", b"R2"]
+    pool.check_invariants()
