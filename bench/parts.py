@@ -53,6 +53,7 @@ def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
         yield Part(label=f"daemon CPU per step at 256 running, {way}", text=text, value=value, limit=limit)
     yield from empty_steps(cores)
     yield from large_pool()
+    yield tool("pool: opening, heap, hashing, freeing", "pool.py")
     yield tool("hashing", "hashing.py", "--tokens", "131072" if is_full else "32768")
     yield tool("planner", "planner.py")
     yield tool("scrape", "scrape.py", *(() if is_full else ("--rounds", "2", "--seconds", "1")))
