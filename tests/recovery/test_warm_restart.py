@@ -66,7 +66,10 @@ async def hit_tokens(daemon: RunningDaemon, *hashes: int) -> int:
     return (await hit(daemon, *hashes)).lookup.hit_tokens[0]
 
 
-async def test_completed_blocks_are_hit_after_a_restart_and_others_are_not(directory: Path) -> None:
+async def test_completed_blocks_are_hit_after_a_restart_and_others_are_not(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with posix(directory) as daemon:
         opened = await daemon.pools.OpenPool(pool_request())
         assert (opened.outcome, opened.recovery.reason) == (pool_pb2.OPEN_POOL_OUTCOME_FRESH, "NEW_POOL")
@@ -77,6 +80,7 @@ async def test_completed_blocks_are_hit_after_a_restart_and_others_are_not(direc
         opened = await daemon.pools.OpenPool(pool_request())
         assert opened.outcome == pool_pb2.OPEN_POOL_OUTCOME_RECOVERED
         assert (opened.recovery.num_kept_blocks, opened.recovery.reason) == (3, "")
+        assert "pool p is back: 3 blocks kept, 0 dropped" in caplog.text
         again = await daemon.pools.OpenPool(pool_request())
         assert again.outcome == pool_pb2.OPEN_POOL_OUTCOME_ATTACHED
         daemon.check()

@@ -66,6 +66,16 @@ class RecoveryReport:
     detail: str = ""
     duration_s: float = 0.0
 
+    @property
+    def num_dropped_blocks(self) -> int:
+        """For all reasons."""
+        return (
+            self.num_dropped_torn_blocks
+            + self.num_dropped_provisional_blocks
+            + self.num_dropped_generation_blocks
+            + self.num_dropped_checksum_blocks
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class LivePool:

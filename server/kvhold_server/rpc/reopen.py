@@ -91,7 +91,9 @@ def _reopen(node: Node, warm: WarmRestart, manifest: PoolManifest) -> None:
     opened = node.finish_open_pool(opening, tuple(regions), made)
     opened.live.is_claimed = False
     opened.live.content_generation = manifest.content_generation
-    logger.info("pool %s is back: %s", manifest.name, opened.live.recovery)
+    found = opened.live.recovery
+    kept, dropped = found.num_kept_blocks, found.num_dropped_blocks
+    logger.info("pool %s is back: %d blocks kept, %d dropped, %.3f s", manifest.name, kept, dropped, found.duration_s)
 
 
 def _adopt_all(backend: MemoryBackend, requests: Sequence[RegionRequest], adopted: list[Region]) -> None:
