@@ -83,7 +83,7 @@ def write_page(
         machine=machine,
         rounds=rounds,
         load=os.getloadavg()[0],
-        gap="5" if is_full else "4",
+        gap="5" if is_full else "3",
     )
     text += "\n## Targets\n\n" + _markdown(verdicts) + "\n## Beside the yardstick\n\n"
     for part in parts:

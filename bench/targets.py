@@ -29,32 +29,32 @@ class Workload:
 TIGHT = ("--admission", "chunk")
 TWO, THREE = ("--groups", "full,sw:1024"), ("--groups", "full,sw:1024,sw:512")
 WORKLOADS = (
-    Workload(name="default", full=("--gap-ms", "5"), quick=("--gap-ms", "4", "--requests", "500")),
+    Workload(name="default", full=("--gap-ms", "5"), quick=("--gap-ms", "3", "--requests", "220")),
     Workload(
         name="tight",
         full=("--gap-ms", "5", *TIGHT, "--num-blocks", "100000"),
-        quick=("--gap-ms", "4", *TIGHT, "--num-blocks", "30000", "--requests", "500", "--speedup", "9"),
+        quick=("--gap-ms", "3", *TIGHT, "--num-blocks", "36000", "--requests", "150", "--speedup", "12"),
     ),
     Workload(
         name="full,sw:1024",
         full=("--gap-ms", "5", *TWO, "--num-blocks", "300000"),
-        quick=("--gap-ms", "4", *TWO, "--num-blocks", "300000", "--requests", "200"),
+        quick=("--gap-ms", "3", *TWO, "--num-blocks", "300000", "--requests", "100"),
     ),
     Workload(
         name="full,sw:1024,sw:512",
         full=("--gap-ms", "5", *THREE, "--num-blocks", "450000"),
-        quick=("--gap-ms", "4", *THREE, "--num-blocks", "450000", "--requests", "200"),
+        quick=("--gap-ms", "3", *THREE, "--num-blocks", "450000", "--requests", "100"),
     ),
     Workload(
-        name="decode", full=("decode", "--gap-ms", "5"), quick=("decode", "--gap-ms", "4", "--micro-steps", "100")
+        name="decode", full=("decode", "--gap-ms", "5"), quick=("decode", "--gap-ms", "3", "--micro-steps", "100")
     ),
     Workload(
-        name="lookup", full=("lookup", "--gap-ms", "12"), quick=("lookup", "--gap-ms", "12", "--micro-steps", "60")
+        name="lookup", full=("lookup", "--gap-ms", "12"), quick=("lookup", "--gap-ms", "12", "--micro-steps", "50")
     ),
     Workload(
         name="admit-free",
         full=("admit-free", "--gap-ms", "15"),
-        quick=("admit-free", "--gap-ms", "15", "--micro-steps", "60"),
+        quick=("admit-free", "--gap-ms", "15", "--micro-steps", "50"),
     ),
 )
 
