@@ -1,7 +1,8 @@
 """A very small HTTP/1.1 server for scrapers and people: GET and HEAD of known paths, one reply a connection.
 
-Requests have at most 8 KiB and 5 seconds; at most 32 connections are served at once, more are closed. Handlers run on
-the event loop and may await threads. Nothing here can change anything.
+Requests have at most 8 KiB and 5 seconds. At most 32 connections are served at once: one more cuts the one that has
+been silent for longest, so that idle ones keep no scraper out; if all are being answered, it is closed itself. Handlers
+run on the event loop and may await threads. Nothing here can change anything.
 """
 
 import asyncio
@@ -61,6 +62,7 @@ class HttpServer:
         self.port = 0
         self._server: asyncio.Server | None = None
         self._num_connections = 0
+        self._silent: dict[asyncio.StreamWriter, None] = {}  # have not sent a whole request yet, oldest first
 
     async def start(self, host: str, port: int) -> None:
         """Binds; port 0 takes any, see `port`. Raises OSError."""
@@ -76,18 +78,30 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
         try:
-            if self._num_connections <= MAX_CONNECTIONS:
+            if self._num_connections <= MAX_CONNECTIONS or self._cut_oldest_silent():
+                self._silent[writer] = None
                 await asyncio.wait_for(self._answer(reader, writer), REQUEST_TIMEOUT_S)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a peer that stalls, babbles or leaves gets nothing
         finally:
+            self._silent.pop(writer, None)
             self._num_connections -= 1
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
 
+    def _cut_oldest_silent(self) -> bool:
+        """False: there is none."""
+        writer = next(iter(self._silent), None)
+        if writer is None:
+            return False
+        del self._silent[writer]
+        writer.transport.abort()
+        return True
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self._silent.pop(writer, None)
         lines = head.decode("latin-1").split("\r\n")
         parts = lines[0].split(" ")
         reply = HttpReply(status=400, body=b"not an HTTP request\n")

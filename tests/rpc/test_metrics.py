@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvhold_server.http import MAX_CONNECTIONS, REQUEST_TIMEOUT_S
 from tests.rpc.harness import RunningDaemon, refused, running
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -83,3 +84,14 @@ async def test_http_serves_known_pages_only(short_dir: Path) -> None:
         assert (await get(daemon, request=b"junk\r\n\r\n"))[0] == 400
         daemon.node.begin_drain(1.0)
         assert (await get(daemon, "/readyz"))[0] == 503
+
+
+async def test_idle_connections_keep_no_scraper_out(short_dir: Path) -> None:
+    async with running(short_dir, metrics="127.0.0.1:0") as daemon:
+        idle = [
+            await asyncio.open_connection("127.0.0.1", daemon.daemon.metrics_port) for _ in range(2 * MAX_CONNECTIONS)
+        ]
+        assert (await asyncio.wait_for(get(daemon, "/healthz"), REQUEST_TIMEOUT_S / 2))[0] == 200
+        assert await idle[0][0].read() == b"", "the oldest was cut"
+        for _, writer in idle:
+            writer.close()
