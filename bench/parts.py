@@ -52,6 +52,7 @@ def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
         text = f"{value:.0f} µs (at most {limit:.0f})"
         yield Part(label=f"daemon CPU per step at 256 running, {way}", text=text, value=value, limit=limit)
     yield from empty_steps(cores)
+    yield tool("echo over three transports", "transports.py", "--calls", "2000" if is_full else "500")
     yield from large_pool()
     yield tool("pool: opening, heap, hashing, freeing", "pool.py")
     yield tool("hashing", "hashing.py", "--tokens", "131072" if is_full else "32768")
