@@ -121,8 +121,8 @@ MUTATIONS = (
     Mutation(
         "duplicates_replace",
         "blocks.py",
-        "copies.setdefault(key, [first]).append(block)\n                num_duplicates",
-        "index[key] = block\n                num_duplicates",
+        "copies.setdefault(key, [first]).append(block)\n                    num_duplicates",
+        "index[key] = block\n                    num_duplicates",
     ),
     Mutation("eviction_keeps_the_index", "blocks.py", "            del self.index[group][key]\n", "            pass\n"),
     Mutation(

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ import zmq
 import zmq.asyncio
 
 from kvhold.v1 import admin_pb2, block_pb2
+from kvhold_client import Client, LocalDaemon
 from kvhold_client.bridge.zmq_bridge import BridgeSettings, EndpointTaken, ZmqBridge
 from kvhold_client.cli.exits import FAILED, USAGE
 from kvhold_client.cli.main import main
 from kvhold_client.hashing import event_hash
+from kvhold_client.pools import PoolRequest
+from kvhold_client.shape import GroupShape
 from tests.rpc.harness import ClientSession, RunningDaemon, digest, running
 
 TOPIC = "kv@10.0.0.1:8000@llama"
@@ -247,3 +253,36 @@ def test_evt_07_the_command_refuses_ports_that_overlap_or_are_taken(capsys: pyte
         taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
         assert main(["bridge", "zmq", "--pool", "p", "--publish", taken]) == FAILED
         assert f"cannot listen on {taken}" in capsys.readouterr().err
+
+
+def test_the_command_publishes_until_it_is_terminated(short_dir: Path) -> None:
+    """As a container runs it: endpoints on stdout, what it waits for on stderr, exit code 0 after SIGTERM."""
+    with LocalDaemon() as daemon, Client(daemon.target) as client, zmq.Context() as context:
+        command = [sys.executable, "-m", "kvhold_client", "bridge", "zmq", "--pool", "late", "--topic", "t"]
+        command += ["--publish", "tcp://127.0.0.1:0", "--target", daemon.target]
+        bridge = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert bridge.stdout is not None and bridge.stderr is not None
+            endpoint = bridge.stdout.readline().split()[1]
+            assert "POOL_NOT_FOUND" in bridge.stderr.readline()
+            with context.socket(zmq.SUB) as subscriber:
+                subscriber.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+                subscriber.setsockopt_string(zmq.SUBSCRIBE, "t")
+                subscriber.connect(endpoint)
+                time.sleep(0.5)  # a subscription takes a moment
+                request = PoolRequest(
+                    name="late",
+                    backend="fake",
+                    simulated_groups=(GroupShape(kind="full", block_size_tokens=16),),
+                    simulated_num_blocks=10,
+                    max_model_len_tokens=1024,
+                )
+                client.open_pool(request)
+                topic, sequence, payload = subscriber.recv_multipart()
+            assert (topic, sequence) == (b"t", bytes(8))
+            assert msgpack.unpackb(payload)[1:] == [[{"type": "AllBlocksCleared"}], 0]
+            bridge.terminate()
+            assert bridge.wait(WAIT_S) == 0
+        finally:
+            bridge.kill()
+            bridge.communicate()

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 
 from kvhold_client.bridge.ports import check_apart, endpoint_of_rank
 from kvhold_client.cli.console import Console
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Until interrupted."""
+    """Until interrupted or terminated."""
     try:
         from kvhold_client.bridge.zmq_bridge import BridgeSettings, EndpointTaken, ZmqBridge
     except ModuleNotFoundError as error:
@@ -57,10 +58,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(f"publish {running.publish_endpoint}")
         if running.replay_endpoint:
             console.print(f"replay {running.replay_endpoint}")
-        await running.run()
+        task = asyncio.create_task(running.run())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await task
 
     try:
         asyncio.run(bridge())
     except EndpointTaken as error:
         raise CommandFailed(str(error)) from None
+    except asyncio.CancelledError:  # told to end
+        pass
     return OK
