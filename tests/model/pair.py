@@ -47,6 +47,7 @@ def pool_of(*groups: GroupConfig, unit: int = 4, block: int = 4, num_blocks: int
 
 CONFIGS: dict[str, PoolConfig] = {
     "full": pool_of(full()),
+    "full_bulk": pool_of(full(1), unit=1, block=1, num_blocks=200),  # long enough for what is done in bulk
     "full_low_reserved": pool_of(full(), num_reserved_low_blocks=5, num_blocks=28),
     "full_eagle": pool_of(full(), use_eagle=True),
     "full_uncached": pool_of(full(), enable_caching=False),
