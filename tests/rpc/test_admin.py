@@ -23,6 +23,7 @@ async def test_reset_is_refused_while_blocks_are_held_unless_forced(
     await session.admit(1, 40, 1, 2)
     refusal = await refused(daemon.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest(pool="p")))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "BLOCKS_IN_USE")
+    assert refusal.metadata["holders"] == f"{session.head['session_id'][:8]} (engine)"
     with caplog.at_level(logging.INFO, "kvhold.audit"):
         answer = await daemon.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest(pool="p", force=True))
     assert answer.num_reset_blocks == 2

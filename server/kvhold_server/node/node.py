@@ -320,7 +320,7 @@ class Node:
     def reset_cache(self, name: str, *, force: bool) -> ResetReport:
         """Forgets every cached prefix. Raises BlocksInUse unless forced."""
         live = self.pool(name)
-        num_hashed, slots = forget_hashes(live, force=force, reason="RESET")
+        num_hashed, slots = forget_hashes(live, self.sessions.sessions(live.name), force=force, reason="RESET")
         kept = [session for session in self.sessions.sessions(live.name) if session.slot in slots]
         return ResetReport(num_reset_blocks=num_hashed, holders=tuple(kept))
 

@@ -1,18 +1,38 @@
 """What operators and weight updates do to a pool's cache. Blocks stay where they are; only hashes go."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 from kvhold_server.node.errors import TooManyTenants
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool
+from kvhold_server.pool.errors import BlocksInUse
+from kvhold_server.sessions.session import Session
+
+MAX_NAMED_HOLDERS = 20
 
 
-def forget_hashes(live: LivePool, *, force: bool, reason: str) -> tuple[int, set[int]]:
-    """Returns (blocks that had a hash, slots of sessions that hold blocks). Raises BlocksInUse unless forced."""
+def forget_hashes(
+    live: LivePool, sessions: Iterable[Session] = (), *, force: bool, reason: str
+) -> tuple[int, set[int]]:
+    """Returns (blocks that had a hash, slots of sessions that hold blocks).
+
+    Raises BlocksInUse unless forced; it names those of `sessions` that hold blocks.
+    """
     num_hashed = len(live.pool.published().blocks) + live.pool.counts().provisional
-    holders = live.pool.reset(force=force)
+    try:
+        holders = live.pool.reset(force=force)
+    except BlocksInUse as refusal:
+        raise BlocksInUse(refusal.num_held, _holders(live, sessions) or refusal.holders) from None
     live.note(None, live.pool.take_events(), reason)
     return num_hashed, {slot for slot, _ in holders}
+
+
+def _holders(live: LivePool, sessions: Iterable[Session]) -> str:
+    slots = {slot for slot, _ in live.pool.holders()}
+    named = (f"{session.short_id} ({session.request.client_name})" for session in sessions if session.slot in slots)
+    return ", ".join(islice(named, MAX_NAMED_HOLDERS))
 
 
 def evict(live: LivePool, block_ids: list[int]) -> int:

@@ -141,8 +141,12 @@ class Pool:
             self._step_admit(turn, items, may_admit)
         if items.lookup.sequence_ids:
             self._step_lookup(turn, items)
-        turn.output = StepOutput()
-        output.copies.sort(key=lambda copy: copy.group)
+        if turn.gained:
+            turn.output = StepOutput()  # a further part of this step must know what it gained
+        else:
+            owner.turn = None
+        if output.copies:
+            output.copies.sort(key=lambda copy: copy.group)
         if items.completed_step == items.step:
             output.completed_last = self.tenures.complete(owner, owner.step)
         output.events = self.take_events()
@@ -638,7 +642,7 @@ class Pool:
         Raises BlocksInUse if blocks are held, unless forced: then held blocks lose their hashes too and keep their
         holders, which publish nothing any more.
         """
-        holders = [(owner.serial, sid) for owner in self.tenures.sessions.values() for sid in owner.sequences]
+        holders = self.holders()
         num_held = self.config.num_blocks - 1 - self.config.num_reserved_low_blocks - self.store.free.count
         if num_held and not force:
             raise BlocksInUse(num_held, ", ".join(f"{s}/{q}" for s, q in holders[:20]) or "a copy or a dead session")
@@ -653,6 +657,10 @@ class Pool:
         return holders
 
     # ------------------------------------------------------------- inspection
+    def holders(self) -> list[tuple[int, int]]:
+        """The sequences that hold blocks, as (session, sequence id)."""
+        return [(owner.serial, sid) for owner in self.tenures.sessions.values() for sid in owner.sequences]
+
     def take_events(self) -> list[Event]:
         """Events since they were last taken, oldest first. `step` takes its own."""
         events = self.store.events
