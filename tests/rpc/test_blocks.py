@@ -99,6 +99,8 @@ async def test_unremembered_hashes_are_asked_for(session: ClientSession) -> None
     answer = await session.admit(5, 40)
     assert list(answer.admit.statuses) == [pb.ITEM_STATUS_UNKNOWN_SEQUENCE]
     assert answer.problems[0].reason == "HASHES_MISSING"
+    absent = await session.step(admit=pb.AdmitItems(sequence_ids=[5], num_tokens=[40]))
+    assert list(absent.admit.statuses) == [OK], "no array at all: it has none, rather than remembered ones"
 
 
 @pytest.mark.parametrize(

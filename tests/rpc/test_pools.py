@@ -179,6 +179,8 @@ async def test_update_content_is_a_new_generation_and_hits_nothing_old(daemon: R
     assert (await session.admit(1, 40, 1, 2)).admit.hit_tokens == [0]
     refusal = await refused(daemon.pools.UpdateContent(update))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "GENERATION_CONFLICT")
+    refusal = await refused(daemon.pools.UpdateContent(pb.UpdateContentRequest(pool="p", expected_generation=2)))
+    assert (refusal.reason, refusal.metadata["field"]) == ("INVALID_FIELD", "content")
     refusal = await refused(daemon.pools.OpenPool(pb.OpenPoolRequest(name="p", options=simulated())))
     assert refusal.reason == "CONTENT_MISMATCH"
 

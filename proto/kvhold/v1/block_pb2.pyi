@@ -299,7 +299,8 @@ class AdmitItems(_message.Message):
     def num_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of digests in `hashes`, from the first unit on. 0 where there could be some: those that came with an earlier
         ask, which the daemon remembers until the sequence is admitted (R19; a bounded number of sequences); UNKNOWN_SEQUENCE
-        if it does not, and never with `skip_lookup` or without prefix caching. Absent: 0 for all.
+        if it does not, and never with `skip_lookup` or without prefix caching. Absent: no item has any, remembered ones
+        included: nothing is looked up or published.
         """
 
     @_builtins.property

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvhold.v1 import plan_pb2, pool_pb2_grpc
 from kvhold.v1 import pool_pb2 as pb
+from kvhold_server.domain.errors import InvalidField
 from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.plan import Plan
 from kvhold_server.memory.backend import Region
@@ -103,6 +104,8 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
         )
 
     async def UpdateContent(self, request: pb.UpdateContentRequest, context: Any) -> pb.UpdateContentResponse:
+        if not request.HasField("content"):
+            raise InvalidField("content", "", "is required: the new identity")
         generation, num_fenced = self._node.update_content(
             request.pool,
             request.expected_generation,
