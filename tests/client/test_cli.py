@@ -46,7 +46,7 @@ def test_wrong_usage_ends_with_2_and_says_why_on_stderr(args: "tuple[str, ...]")
 def test_an_unreachable_daemon_ends_with_3(command: str, tmp_path: Path) -> None:
     done = run(command, "--target", str(tmp_path / "no.sock"), "--timeout", "2")
     assert done.returncode == 3
-    assert "cannot be reached" in done.stderr
+    assert "cannot be reached" in done.stderr and "kvhold doctor" in done.stderr
     assert not done.stdout
 
 

@@ -161,6 +161,15 @@ def test_explain_of_unknown_tokens_says_that_memory_would_not_help(loaded: LiveD
     assert "0 of 64 tokens would be hit" in run.stdout and "More memory would not help" in run.stdout
 
 
+def test_explain_of_a_prompt_shorter_than_a_block_does_not_say_that_all_is_there(
+    loaded: LiveDaemon, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("1 2 3")
+    shown = explain(loaded, "--tokens", str(path)).stdout
+    assert "the prompt fills no block" in shown and "all there" not in shown
+
+
 def test_explain_refuses_what_is_no_prompt(loaded: LiveDaemon, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("hello world")

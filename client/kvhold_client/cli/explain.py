@@ -139,7 +139,7 @@ def _explain_prompt(
             g.kind,
             g.hit_tokens,
             g.first_missing_block if g.reason else "–",
-            REASON_WORDS.get(g.reason, g.reason),
+            REASON_WORDS.get(g.reason, g.reason) if g.reason or g.hit_tokens else "the prompt fills no block",
         )
         for g in answer.groups
     ]

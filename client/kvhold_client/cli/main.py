@@ -28,6 +28,7 @@ OUTPUT_VARIABLE = "KVHOLD_OUTPUT"
 TIMEOUT_VARIABLE = "KVHOLD_TIMEOUT_S"
 OUTPUTS = ("table", "json")
 DEFAULT_TIMEOUT_S = 10.0
+UNREACHABLE_HINT = "→ is it running? `kvhold doctor` finds what is in the way; --target or KVHOLD_TARGET names another"
 
 
 class CommandModule(Protocol):
@@ -98,7 +99,7 @@ def _run(name: str, rest: list[str], env: Mapping[str, str], console: Console) -
         console.error(str(error))
         return USAGE
     except Unreachable as error:
-        console.error(str(error))
+        console.error(f"{error}\n{UNREACHABLE_HINT}")
         return UNREACHABLE
     except (KvholdError, CommandFailed) as error:
         console.error(str(error))
