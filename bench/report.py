@@ -19,10 +19,11 @@ Machine: {machine}. Managers took turns, {rounds} rounds, the scheduler pinned t
 another; load average at the end {load:.1f}. Ratios are taken within a round; the spread is the lowest and the
 highest of them.
 
-* **blocking gRPC**: one unary `Step` call where the step needs one, the scheduler waits for the answer.
+* **blocking gRPC**: one unary `Step` call where the step needs one, the scheduler waits for the answer. Steps run
+  back to back, also the incumbent's.
 * **best path**: the local transport (the same messages, framed, on a second unix socket), and the step is asked for
-  while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25);
-  requests that arrive in the last 2 ms before a step are not known in time. What is done in that gap is in the CPU
+  while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25; 12
+  and 15 ms for the steps of long prompts), also to the incumbent that it is compared with; requests that arrive in the last 2 ms before a step are not known in time. What is done in that gap is in the CPU
   column, so that nothing hides there.
 
 "Time" is what the scheduler waits, `schedule` and `finish` together, mean over steps unless it says p99. "CPU" is

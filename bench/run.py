@@ -19,20 +19,28 @@ from incumbent_env import find
 from parts import Part, measure_parts
 from report import print_table, write_page
 from stage import REPO, Cores, Daemon, choose_cores, daemon, simulate, trace
-from targets import INCUMBENT, WAYS, WORKLOADS, Rounds, Verdict, Workload, checksums, judge
+from targets import BEST, GRPC, INCUMBENT, INCUMBENT_GAP, WORKLOADS, Rounds, Verdict, Workload, checksums, judge
 
 PAGE = REPO / "docs" / "performance.md"
 
 
 def run_workload(
-    live: Daemon, cores: Cores, workload: Workload, managers: Mapping[str, str], *, rounds: int, is_full: bool
+    live: Daemon, cores: Cores, workload: Workload, incumbent: Path | None, *, rounds: int, is_full: bool
 ) -> Rounds:
-    """All managers in turns, `rounds` times."""
+    """Everybody in turns, `rounds` times: steps back to back first, then with gaps."""
     arguments = [*(workload.full if is_full else workload.quick), "--trace", str(trace())]
-    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in managers}
+    gap = ["--gap-ms", str(workload.full_gap_ms if is_full else workload.quick_gap_ms)]
+    runs: list[tuple[str, str, str, list[str]]] = [
+        (GRPC, GRPC, sys.executable, arguments),
+        (BEST, BEST, sys.executable, [*arguments, *gap]),
+    ]
+    if incumbent is not None:
+        runs.insert(0, (INCUMBENT, INCUMBENT, str(incumbent), arguments))
+        runs.insert(2, (INCUMBENT_GAP, INCUMBENT, str(incumbent), [*arguments, *gap]))
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name, *_ in runs}
     for number in range(1, rounds + 1):
-        for name, interpreter in managers.items():
-            cases = simulate(live, cores, name, arguments, interpreter)
+        for name, manager, interpreter, given in runs:
+            cases = simulate(live, cores, manager, given, interpreter)
             found[name].append(cases)
             totals = ", ".join(f"{report['us_per_step']['all']['mean']:.0f}" for report in cases.values())
             print(f"  {workload.name}, round {number}: {name:18} {totals} µs per step", flush=True)
@@ -73,14 +81,12 @@ def main() -> int:
     incumbent, why_not = find()
     if incumbent is None:
         print(f"SKIPPED the incumbent: {why_not}. Without it there are no ratios, only our own times.")
-    managers = {INCUMBENT: str(incumbent)} if incumbent else {}
-    managers |= dict.fromkeys(WAYS, sys.executable)
     workloads = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
     results: dict[str, Rounds] = {}
     with daemon(cores) as live:
         for workload in workloads:
             results[workload.name] = run_workload(
-                live, cores, workload, managers, rounds=rounds, is_full=arguments.full
+                live, cores, workload, incumbent, rounds=rounds, is_full=arguments.full
             )
     parts = [] if arguments.only else measure_parts(cores, is_full=arguments.full)
     verdicts = list(judge(results))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 GRPC, BEST = "kvhold_grpc", "kvhold_pipelined"
-INCUMBENT = "incumbent"
+INCUMBENT, INCUMBENT_GAP = "incumbent", "incumbent, gap"
 WAYS = (GRPC, BEST)
+BESIDE = {GRPC: INCUMBENT, BEST: INCUMBENT_GAP}  # whom each way is compared with: steps back to back, or with gaps
 
 Report: TypeAlias = Mapping[str, Any]  # one case of one simulator run
 Rounds: TypeAlias = Mapping[str, list[Mapping[str, Report]]]  # manager → one mapping of cases per round
@@ -19,42 +20,42 @@ Rounds: TypeAlias = Mapping[str, list[Mapping[str, Report]]]  # manager → one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Simulator arguments; `quick` replaces the whole list in the short run."""
+    """Simulator arguments; `quick` replaces the whole list in the short run. A gap is for a way that uses it."""
 
     name: str
     full: tuple[str, ...]
     quick: tuple[str, ...]
+    full_gap_ms: float = 5
+    quick_gap_ms: float = 3
 
 
 TIGHT = ("--admission", "chunk")
 TWO, THREE = ("--groups", "full,sw:1024"), ("--groups", "full,sw:1024,sw:512")
 WORKLOADS = (
-    Workload(name="default", full=("--gap-ms", "5"), quick=("--gap-ms", "3", "--requests", "220")),
+    Workload(name="default", full=(), quick=("--requests", "220")),
     Workload(
         name="tight",
-        full=("--gap-ms", "5", *TIGHT, "--num-blocks", "100000"),
-        quick=("--gap-ms", "3", *TIGHT, "--num-blocks", "36000", "--requests", "150", "--speedup", "12"),
+        full=(*TIGHT, "--num-blocks", "100000"),
+        quick=(*TIGHT, "--num-blocks", "36000", "--requests", "150", "--speedup", "12"),
     ),
     Workload(
         name="full,sw:1024",
-        full=("--gap-ms", "5", *TWO, "--num-blocks", "300000"),
-        quick=("--gap-ms", "3", *TWO, "--num-blocks", "300000", "--requests", "100"),
+        full=(*TWO, "--num-blocks", "300000"),
+        quick=(*TWO, "--num-blocks", "300000", "--requests", "100"),
     ),
     Workload(
         name="full,sw:1024,sw:512",
-        full=("--gap-ms", "5", *THREE, "--num-blocks", "450000"),
-        quick=("--gap-ms", "3", *THREE, "--num-blocks", "450000", "--requests", "100"),
+        full=(*THREE, "--num-blocks", "450000"),
+        quick=(*THREE, "--num-blocks", "450000", "--requests", "100"),
     ),
-    Workload(
-        name="decode", full=("decode", "--gap-ms", "5"), quick=("decode", "--gap-ms", "3", "--micro-steps", "100")
-    ),
-    Workload(
-        name="lookup", full=("lookup", "--gap-ms", "12"), quick=("lookup", "--gap-ms", "12", "--micro-steps", "50")
-    ),
+    Workload(name="decode", full=("decode",), quick=("decode", "--micro-steps", "100")),
+    Workload(name="lookup", full=("lookup",), quick=("lookup", "--micro-steps", "50"), full_gap_ms=12, quick_gap_ms=12),
     Workload(
         name="admit-free",
-        full=("admit-free", "--gap-ms", "15"),
-        quick=("admit-free", "--gap-ms", "15", "--micro-steps", "50"),
+        full=("admit-free",),
+        quick=("admit-free", "--micro-steps", "50"),
+        full_gap_ms=15,
+        quick_gap_ms=15,
     ),
 )
 
@@ -145,8 +146,8 @@ def judge(results: Mapping[str, Rounds]) -> Iterator[Verdict]:
         rounds = results.get(target.workload)
         if rounds is None or INCUMBENT not in rounds:
             continue
-        base = _values(rounds[INCUMBENT], target)
         for way in WAYS:
+            base = _values(rounds[BESIDE[way]], target)
             own = _values(rounds[way], target)
             ratios = [mine["value"] / other["value"] for mine, other in zip(own, base, strict=True) if other and mine]
             if not ratios:
