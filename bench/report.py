@@ -23,8 +23,9 @@ highest of them.
   back to back, also the incumbent's.
 * **best path**: the local transport (the same messages, framed, on a second unix socket), and the step is asked for
   while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25; 12
-  and 15 ms for the steps of long prompts), also to the incumbent that it is compared with; requests that arrive in the last 2 ms before a step are not known in time. What is done in that gap is in the CPU
-  column, so that nothing hides there.
+  and 15 ms for the steps of long prompts), also to the incumbent that it is compared with; requests that arrive in
+  the last 2 ms before a step are not known in time. What is done in that gap is in the CPU column, so that nothing
+  hides there.
 
 "Time" is what the scheduler waits, `schedule` and `finish` together, mean over steps unless it says p99. "CPU" is
 the scheduler thread's own time per step, the gap included.
