@@ -14,8 +14,10 @@ harmless: its session admits it again and hits what is recorded.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import eq
 
 from kvhold_server.domain.errors import PreconditionFailed
 from kvhold_server.pool.blocks import BlockStore
@@ -101,12 +103,17 @@ def _publish(store: BlockStore, group: int, blocks: list[int], hashes: list[byte
     """Gives blocks their hashes, visible to everybody. There may be a million: no object for each here."""
     origin = Origin(group, _RECOVERED, 0)
     origin.is_public = True
-    key_of, origin_of = store.key_of, store.origin_of
-    for block, key in zip(blocks, hashes, strict=True):
-        key_of[block] = key
-        origin_of[block] = origin
-    for block, tokens in zip(blocks, key_tokens, strict=True):
-        store.key_tokens[block] = tokens
+    first, end = blocks[0], blocks[0] + len(blocks)
+    if blocks[-1] == end - 1 and all(map(eq, blocks, range(first, end))):
+        store.key_of[first:end] = hashes
+        store.origin_of[first:end] = [origin] * len(blocks)
+        store.key_tokens[first:end] = array("i", key_tokens)
+    else:
+        key_of, origin_of, tokens_of = store.key_of, store.origin_of, store.key_tokens
+        for block, key, tokens in zip(blocks, hashes, key_tokens, strict=True):
+            key_of[block] = key
+            origin_of[block] = origin
+            tokens_of[block] = tokens
     index = store.index[group]
     index.update(zip(reversed(hashes), reversed(blocks), strict=True))  # of several blocks the first one counts
     if len(index) < len(blocks):
