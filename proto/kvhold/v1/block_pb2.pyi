@@ -289,7 +289,9 @@ class AdmitItems(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Known tokens of each sequence (prompt, and output if it was preempted). REQUIRED, at least 1."""
+        """Known tokens of each sequence (prompt, and output if it was preempted). REQUIRED, at least 1. Tables never cover more
+        than the pool's model length, however many there are.
+        """
 
     @_builtins.property
     def num_prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -35,7 +35,8 @@ class BlockServiceStub(object):
     * Token counts are absolute positions from the start of the prompt, 0..2147483647.
     * Hashes travel concatenated: `hashes` holds the digests of all items one after the other, each
     `Pool.hash_size_bytes` long, `num_hashes[i]` of them for item i. They continue where the sequence's earlier hashes
-    ended: unit k of a sequence is sent once in its life.
+    ended. Those of an item that was refused or not tried were not kept: they are sent again with the next try (an
+    admission is remembered, see AdmitItems.num_hashes).
     * Per-group results are item-major: entry i * num_groups + g belongs to item i and group g.
     * An item is all or nothing. A refused item changes nothing, except that blocks which the sequence no longer needs
     (out of its window) are given back.
@@ -93,7 +94,8 @@ class BlockServiceServicer(object):
     * Token counts are absolute positions from the start of the prompt, 0..2147483647.
     * Hashes travel concatenated: `hashes` holds the digests of all items one after the other, each
     `Pool.hash_size_bytes` long, `num_hashes[i]` of them for item i. They continue where the sequence's earlier hashes
-    ended: unit k of a sequence is sent once in its life.
+    ended. Those of an item that was refused or not tried were not kept: they are sent again with the next try (an
+    admission is remembered, see AdmitItems.num_hashes).
     * Per-group results are item-major: entry i * num_groups + g belongs to item i and group g.
     * An item is all or nothing. A refused item changes nothing, except that blocks which the sequence no longer needs
     (out of its window) are given back.
@@ -191,7 +193,8 @@ class BlockService(object):
     * Token counts are absolute positions from the start of the prompt, 0..2147483647.
     * Hashes travel concatenated: `hashes` holds the digests of all items one after the other, each
     `Pool.hash_size_bytes` long, `num_hashes[i]` of them for item i. They continue where the sequence's earlier hashes
-    ended: unit k of a sequence is sent once in its life.
+    ended. Those of an item that was refused or not tried were not kept: they are sent again with the next try (an
+    admission is remembered, see AdmitItems.num_hashes).
     * Per-group results are item-major: entry i * num_groups + g belongs to item i and group g.
     * An item is all or nothing. A refused item changes nothing, except that blocks which the sequence no longer needs
     (out of its window) are given back.
