@@ -210,10 +210,12 @@ class Pool:
         read_only: bool = False,
         library: str = "auto",
         num_warmup_blocks: int = 0,
+        wanted_address: int = 0,
     ) -> MappedRegion:
         """Maps one rank's memory: a view per layer, nothing copied. Raises MappingError.
 
-        `session`: whose worker this is, so that the death of either is told apart.
+        `session`: whose worker this is, so that the death of either is told apart. `wanted_address`: the
+        `device_address` of an earlier mapping, to map device memory there again: captured graphs stay valid.
         """
         request = pool_pb2.ExportMemoryRequest(
             pool=self.name,
@@ -225,7 +227,7 @@ class Pool:
         response = call(self._client._pools.ExportMemory, request, self._client._settings)
         layout = rank_layout_from_message(self._message.plan, rank)
         exports = [region_export_from_message(region) for region in response.regions]
-        return map_region(exports, layout, read_only=read_only, library=library)
+        return map_region(exports, layout, read_only=read_only, library=library, wanted_address=wanted_address)
 
     def lookup(self, *, num_tokens: int, hashes: bytes) -> int:
         """Tokens of a prompt that are cached for everybody now: a hint, nothing is pinned."""
