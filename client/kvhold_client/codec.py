@@ -178,6 +178,7 @@ def decode_prefix_stats(m: pool_pb2.PrefixStats) -> PrefixStats:
         miss_evicted_tokens=m.miss_evicted_tokens,
         miss_rule_tokens=m.miss_rule_tokens,
         miss_other_tokens=m.miss_other_tokens,
+        miss_evicted_by_age_tokens=tuple(m.miss_evicted_by_age_tokens),
         num_requests=m.num_requests,
         preempted_query_tokens=m.preempted_query_tokens,
         preempted_hit_tokens=m.preempted_hit_tokens,
@@ -202,4 +203,5 @@ def decode_session_info(m: session_pb2.SessionInfo) -> SessionInfo:
         grace_left_s=m.grace_left.seconds + m.grace_left.nanos / 1e9,
         pid=m.pid,
         quarantine_reason=m.quarantine_reason,
+        prefix_stats=decode_prefix_stats(m.prefix_stats),
     )

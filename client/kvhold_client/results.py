@@ -75,6 +75,7 @@ class PrefixStats:
     num_requests: int = 0
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
+    miss_evicted_by_age_tokens: tuple[int, ...] = ()  # parts of it: gone for < N/4, N, 4N evictions, longer; N: blocks
 
     @property
     def hit_tokens(self) -> int:
@@ -101,6 +102,7 @@ class SessionInfo:
     grace_left_s: float
     pid: int
     quarantine_reason: str
+    prefix_stats: PrefixStats = PrefixStats()  # of this session; empty once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

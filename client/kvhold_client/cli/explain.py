@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from kvhold.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
@@ -22,6 +23,7 @@ from kvhold_client.client import Client
 from kvhold_client.hashing import ALGORITHMS, DEFAULT_ALGORITHM, PrefixHasher
 
 EXAMPLE_GROWTH = 0.2
+GROWTHS = ("A quarter more memory", "Twice the memory", "Five times the memory")  # as the parts by age are cut
 REASON_WORDS = {
     "NEVER_SEEN": "never published (or too long ago to be remembered)",
     "EVICTED": "was evicted",
@@ -173,11 +175,25 @@ def _explain_pool(args: argparse.Namespace, console: Console, pool: pool_pb2.Poo
         "miss: not visible yet": stats.miss_other_tokens,
     }
     if args.output == "json":
-        console.json({"query_tokens": stats.query_tokens, "parts": parts})
+        by_age = list(stats.miss_evicted_by_age_tokens)
+        console.json({"query_tokens": stats.query_tokens, "parts": parts, "miss_evicted_by_age_tokens": by_age})
         return OK
     console.heading(
         f"pool {pool.name}: {format_count(stats.query_tokens)} tokens asked for in {stats.num_requests} admissions"
     )
     rows = [(word, format_count(n), format_share(n, stats.query_tokens)) for word, n in parts.items()]
     console.table(("tokens", "number", "share"), rows)
+    for line in growth_advice(stats):
+        console.print(line)
     return OK
+
+
+def growth_advice(stats: pool_pb2.PrefixStats) -> list[str]:
+    """What larger pools would have kept of the tokens that were evicted: those missed within so many evictions."""
+    if not stats.miss_evicted_tokens or not stats.miss_evicted_by_age_tokens:
+        return []
+    kept = accumulate(stats.miss_evicted_by_age_tokens)
+    return [
+        f"{size} would have kept about {format_count(num)} of them ({format_share(num, stats.query_tokens)} of all)"
+        for size, num in zip(GROWTHS, kept, strict=False)  # the last part is what none of them would have kept
+    ]
