@@ -30,6 +30,8 @@ ENV PATH=/opt/kvhold/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build /opt/kvhold /opt/kvhold
+# Bytecode of what a daemon imports, of the base image's library too, which comes without: a start compiles nothing.
+RUN PYTHONDONTWRITEBYTECODE='' /opt/kvhold/bin/python -c "import kvhold_server.__main__, kvhold_server.pages"
 # A number, so that runAsNonRoot can be checked without looking into the image; no HEALTHCHECK: kubelet's probes ask.
 USER 10001:10001
 STOPSIGNAL SIGTERM
