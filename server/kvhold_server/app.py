@@ -24,7 +24,6 @@ from kvhold_server.http import HttpServer
 from kvhold_server.node.node import Node
 from kvhold_server.node.node_values import Shell
 from kvhold_server.node.warm_restart import WarmRestart
-from kvhold_server.pages import make_routes
 from kvhold_server.quarantine_log import QuarantineLog
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.fd_wire import wait_readable
@@ -109,6 +108,7 @@ class Daemon:
         config, stack = self.config, self._stack
         for claim in self._claims.values():
             stack.callback(claim.release)
+        gc.collect()  # now, while it need not look at millions of recovered blocks
         for backend in self.backends.values():
             stack.callback(partial(backend.close, keep=config.keep_pools))
         if self.warm is not None:
@@ -142,8 +142,7 @@ class Daemon:
             await self._start_metrics()
         ticker = asyncio.create_task(self._tick_forever(), name="ticker")
         stack.push_async_callback(_cancelled, ticker)
-        gc.collect()
-        gc.freeze()  # what was imported stays: full collections need not look at it again
+        gc.freeze()  # what was imported and recovered stays: full collections need not look at it again
         await self.health.set_ready(True)
         socket, tcp_port = config.socket or "-", self.tcp_port or "-"
         logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, socket, tcp_port)
@@ -186,6 +185,8 @@ class Daemon:
         self._stack.push_async_callback(server.stop, STOP_GRACE_S)
 
     async def _start_metrics(self) -> None:
+        from kvhold_server.pages import make_routes  # a twentieth of a second, which a daemon without them saves
+
         host, port = split_host_port("--metrics", "metrics", self.config.metrics)
         http = HttpServer(make_routes(self.node))
         try:

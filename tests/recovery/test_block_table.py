@@ -69,6 +69,18 @@ def test_order_goes_on_after_a_recovery(tmp_path: Path) -> None:
     assert table.scan().order == [1, 3, 4, 2]
 
 
+@pytest.mark.parametrize("num_touches", [1, 1000])
+def test_order_survives_gaps_in_the_table_and_in_the_stamps(tmp_path: Path, num_touches: int) -> None:
+    """Stamps far apart are sorted, near ones get a place each; either way with blocks between that say nothing."""
+    table = create(tmp_path / "t")
+    table.record([3, 1, 4], [0] * 3, [digest(block) for block in (3, 1, 4)], [16] * 3)
+    table.touch([3] * num_touches)
+    table.touch([1])
+    found = reopen(tmp_path / "t").scan()
+    assert (found.blocks, found.order) == ([1, 3, 4], [4, 3, 1])
+    assert found.hashes == [digest(1), digest(3), digest(4)]
+
+
 def test_a_forgotten_block_is_not_found_and_can_be_recorded_again(tmp_path: Path) -> None:
     table = create(tmp_path / "t")
     record(table, 1, 2, 3)

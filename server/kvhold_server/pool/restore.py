@@ -83,7 +83,8 @@ def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[in
             )
     key_of = store.key_of
     cached = [block for block in order if block < end and key_of[block] is not None] if refused else order
-    store.free.refill([block for block in range(first, end) if key_of[block] is None], cached)
+    is_full = len(cached) == end - first
+    store.free.refill([] if is_full else [block for block in range(first, end) if key_of[block] is None], cached)
     store.num_cached = len(cached)
     store.has_others = True
     store.version += 1

@@ -1,7 +1,6 @@
 """PlanService: pure questions."""
 
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvhold.v1 import plan_pb2 as pb
@@ -38,6 +37,8 @@ class PlanService(plan_pb2_grpc.PlanServiceServicer):
 
 def server_version() -> str:
     """Of the installed distribution; "0" where it runs from a bare checkout."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and not needed to serve
+
     try:
         return version("kvhold")
     except PackageNotFoundError:
