@@ -32,23 +32,23 @@ class Workload:
 TIGHT = ("--admission", "chunk")
 TWO, THREE = ("--groups", "full,sw:1024"), ("--groups", "full,sw:1024,sw:512")
 WORKLOADS = (
-    Workload(name="default", full=(), quick=("--requests", "220")),
+    Workload(name="default", full=(), quick=("--requests", "160")),
     Workload(
         name="tight",
         full=(*TIGHT, "--num-blocks", "100000"),
-        quick=(*TIGHT, "--num-blocks", "36000", "--requests", "150", "--speedup", "12"),
+        quick=(*TIGHT, "--num-blocks", "36000", "--requests", "110", "--speedup", "12"),
     ),
     Workload(
         name="full,sw:1024",
         full=(*TWO, "--num-blocks", "300000"),
-        quick=(*TWO, "--num-blocks", "300000", "--requests", "100"),
+        quick=(*TWO, "--num-blocks", "300000", "--requests", "60"),
     ),
     Workload(
         name="full,sw:1024,sw:512",
         full=(*THREE, "--num-blocks", "450000"),
-        quick=(*THREE, "--num-blocks", "450000", "--requests", "100"),
+        quick=(*THREE, "--num-blocks", "450000", "--requests", "60"),
     ),
-    Workload(name="decode", full=("decode",), quick=("decode", "--micro-steps", "100")),
+    Workload(name="decode", full=("decode",), quick=("decode", "--micro-steps", "60")),
     Workload(name="lookup", full=("lookup",), quick=("lookup", "--micro-steps", "50"), full_gap_ms=12, quick_gap_ms=12),
     Workload(
         name="admit-free",
