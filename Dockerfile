@@ -31,7 +31,7 @@ ENV PATH=/opt/kvhold/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build /opt/kvhold /opt/kvhold
 # Bytecode of what a daemon imports, of the base image's library too, which comes without: a start compiles nothing.
-RUN PYTHONDONTWRITEBYTECODE='' /opt/kvhold/bin/python -c "import kvhold_server.__main__, kvhold_server.pages"
+RUN PYTHONDONTWRITEBYTECODE='' /opt/kvhold/bin/python -c "import kvhold_server.__main__, kvhold_server.pages, kvhold_client.client, kvhold_client.cli.serve"
 # A number, so that runAsNonRoot can be checked without looking into the image; no HEALTHCHECK: kubelet's probes ask.
 USER 10001:10001
 STOPSIGNAL SIGTERM

@@ -43,13 +43,20 @@ def test_a_container_starts_from_bytecode_of_all_that_it_imports(repo_dir: Path,
     found = re.search(r"""^RUN PYTHONDONTWRITEBYTECODE='' \S+/python -c "(.+)"$""", final, re.M)
     assert found
     environment = dict(os.environ) | {
-        "PYTHONPATH": os.pathsep.join(str(repo_dir / part) for part in ("proto", "server")),
+        "PYTHONPATH": os.pathsep.join(str(repo_dir / part) for part in ("proto", "server", "client")),
         "PYTHONPYCACHEPREFIX": str(tmp_path),
         "PYTHONDONTWRITEBYTECODE": "",
     }
     subprocess.run([sys.executable, "-c", found[1]], env=environment, check=True, timeout=60)
     compiled = {path.name.split(".")[0] for path in tmp_path.rglob("*.pyc")}
-    assert {"block_table", "routes", "dataclasses", "exposition", "_server"} <= compiled  # ours, the library's, grpc's
+    assert {
+        "block_table",
+        "routes",
+        "serve",
+        "dataclasses",
+        "exposition",
+        "_server",
+    } <= compiled
 
 
 @pytest.fixture
