@@ -24,6 +24,7 @@ from kvhold_server.http import HttpServer
 from kvhold_server.node.node import Node
 from kvhold_server.node.node_values import Shell
 from kvhold_server.node.warm_restart import WarmRestart
+from kvhold_server.pages import make_routes
 from kvhold_server.quarantine_log import QuarantineLog
 from kvhold_server.rpc.fd_channel import FdChannel
 from kvhold_server.rpc.fd_wire import wait_readable
@@ -185,8 +186,6 @@ class Daemon:
         self._stack.push_async_callback(server.stop, STOP_GRACE_S)
 
     async def _start_metrics(self) -> None:
-        from kvhold_server.pages import make_routes  # a twentieth of a second, which a daemon without them saves
-
         host, port = split_host_port("--metrics", "metrics", self.config.metrics)
         http = HttpServer(make_routes(self.node))
         try:

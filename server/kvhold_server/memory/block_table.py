@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, compress, islice
+from itertools import chain
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -34,6 +34,7 @@ from kvhold_server.memory.block_table_header import (
     header_checksum,
     read_header,
 )
+from kvhold_server.memory.chosen_blocks import Chosen
 from kvhold_server.memory.errors import RegionMismatch
 from kvhold_server.memory.mapped_file import MappedFile
 from kvhold_server.memory.record_checksum import best_kind, checksum_of
@@ -81,31 +82,6 @@ class RecoveredBlocks:
     order: list[int]  # the same blocks, least recently used first
     num_torn: int
     num_old_generation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Some of the blocks. Of a full table they are all but the null block: then columns are cut, which is quicker."""
-
-    blocks: list[int]  # ascending
-    flags: "array[int] | None"  # one for every block, not 0: chosen; None: they follow each other without a gap
-
-    @classmethod
-    def of(cls, flags: "array[int]") -> "Chosen":
-        """Those whose flag is not 0."""
-        blocks = list(compress(range(len(flags)), flags))
-        has_gap = bool(blocks) and blocks[-1] - blocks[0] >= len(blocks)
-        return cls(blocks=blocks, flags=flags if has_gap else None)
-
-    def among(self, column: "array[int]") -> "array[int]":
-        """Their items of a column of all blocks."""
-        if self.flags is not None:
-            return array(column.typecode, compress(column, self.flags))
-        return column[self.blocks[0] : self.blocks[-1] + 1] if self.blocks else column[:0]
-
-    def within(self, items: Iterator[T]) -> Iterator[T]:
-        """Theirs of the items of all blocks from the first chosen one to the last."""
-        return items if self.flags is None else compress(items, islice(self.flags, self.blocks[0], None))
 
 
 class BlockTable:
