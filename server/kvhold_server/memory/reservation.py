@@ -20,6 +20,7 @@ from kvhold_server.memory.backend import MemoryBackend, Region, RegionRequest
 from kvhold_server.memory.errors import ReservationTimedOut
 
 RETRY_INTERVAL_S = 0.5  # for memory that other processes give back, of which nobody tells us
+MIN_CALL_S = 0.02  # a try that has less time is not made
 MAX_SLOW_CALLS = 8  # threads; more callers wait, inside their deadline
 
 Result = TypeVar("Result")
@@ -56,6 +57,8 @@ class Reserver:
                 if left_s <= 0:
                     raise
                 await self._wait_for_memory(min(left_s, RETRY_INTERVAL_S))
+                if deadline_s - loop.time() < MIN_CALL_S:
+                    raise  # a last try could not be told from a hanging driver
 
     async def release(self, region: Region) -> None:
         """Lets go of the region in a thread, then wakes those who wait for memory."""
