@@ -16,7 +16,7 @@ from prometheus_client.samples import Exemplar, Sample
 
 TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-LINES_IN_PART = 64
+LINES_IN_PART = 16
 KINDS = frozenset({"gauge", "counter", "histogram"})
 
 

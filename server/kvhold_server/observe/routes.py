@@ -23,6 +23,7 @@ from kvhold_server.observe.view import NodeView
 
 CACHE_S = 0.25
 MAP_CACHE_S = 1.0
+PART_PAUSE_S = 0.001
 HTML, JSON = "text/html; charset=utf-8", "application/json"
 
 
@@ -32,7 +33,7 @@ async def render_in_slices(view: NodeView, accept: str) -> HttpReply:
     parts: list[str] = []
     for part in exposition.parts:
         parts.append(part)
-        await asyncio.sleep(0)
+        await asyncio.sleep(PART_PAUSE_S)  # a step takes several turns of the loop: it meets one part, not one in each
     return HttpReply(content_type=exposition.content_type, body="".join(parts).encode())
 
 
