@@ -137,9 +137,7 @@ class Session:
                     return decode_step(local.call(STEP, request))
                 return decode_step(call(self._blocks.Step, request, self._settings))
             except KvholdError as error:
-                if not self._core.may_recover(error, used):
-                    raise self._died(error) if error.is_fatal else error from None
-                self._resume(used)
+                self._recover(error, used)
 
     def submit(self, request: block_pb2.StepRequest) -> None:
         """`step` in two halves: sends the request and returns; `collect` must follow. One at a time.
@@ -160,9 +158,7 @@ class Session:
             try:
                 return decode_step(flight.answer())
             except KvholdError as error:
-                if not self._core.may_recover(error, flight.used):
-                    raise self._died(error) if error.is_fatal else error from None
-                self._resume(flight.used)
+                self._recover(error, flight.used)
                 flight = self._launch(flight.request)
 
     def _launch(self, request: block_pb2.StepRequest) -> Flight:
@@ -186,6 +182,12 @@ class Session:
         self.table.flush(force=True)
 
     # ------------------------------------------------------------------------------------------- staying connected
+    def _recover(self, error: KvholdError, used: Credentials) -> None:
+        """Makes a request that failed with `error` worth sending again, by a resume; raises if none can help."""
+        if not self._core.may_recover(error, used):
+            raise self._died(error) if error.is_fatal else error from None
+        self._resume(used)
+
     def _died(self, error: KvholdError) -> KvholdError:
         self._dead = self._dead or error
         self._closing.set()
