@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from kvhold_server.memory.backend import (
     BackendHealth,
-    DeviceUsage,
     ExportedRegion,
     ExportKind,
     MemoryBackend,
@@ -25,9 +24,10 @@ from kvhold_server.memory.backend import (
     check_request,
     round_up,
 )
+from kvhold_server.memory.cuda_devices import CudaDevices
 from kvhold_server.memory.cuda_driver import CudaDriver
 from kvhold_server.memory.cuda_errors import creating, exporting
-from kvhold_server.memory.errors import DriverCallFailed, ExportNotPossible, UnknownDevice
+from kvhold_server.memory.errors import ExportNotPossible
 from kvhold_server.memory.region_table import RegionTable
 
 GRANULARITY_BYTES = 2 << 20  # a handle opens whole 2 MiB pages
@@ -48,10 +48,10 @@ class CudaIpcBackend(MemoryBackend):
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._table: RegionTable[Allocation] = RegionTable()
-        self._uuids = tuple(driver.device_uuid(device) for device in range(driver.device_count()))
+        self._devices = CudaDevices(driver)
 
     def granularity_bytes(self, device_index: int) -> int:
-        self._check_device(device_index)
+        self._devices.check(device_index)
         return GRANULARITY_BYTES
 
     def reserve(self, request: RegionRequest) -> Region:
@@ -60,7 +60,7 @@ class CudaIpcBackend(MemoryBackend):
         device = request.device_index
         size_bytes = round_up(request.size_bytes, self.granularity_bytes(device))
         with self._table.claim(request.region_id):
-            with creating(self._driver, device, self._uuids[device], size_bytes, self._table.holdings()):
+            with creating(self._driver, device, self._devices.uuids[device], size_bytes, self._table.holdings()):
                 address = self._driver.allocate(device, size_bytes)
             region = Region(
                 id=request.region_id,
@@ -70,7 +70,7 @@ class CudaIpcBackend(MemoryBackend):
                 host=request.host,
                 requested_bytes=request.size_bytes,
                 size_bytes=size_bytes,
-                device_uuid=self._uuids[device],
+                device_uuid=self._devices.uuids[device],
             )
             return self._table.publish(region, Allocation(address=address))
 
@@ -97,28 +97,11 @@ class CudaIpcBackend(MemoryBackend):
         self._driver.free(held.region.device_index, held.memory.address)
 
     def health(self) -> BackendHealth:
-        try:
-            num_devices = self._driver.device_count()
-        except DriverCallFailed as error:
-            return BackendHealth(ok=False, detail=str(error))
-        return BackendHealth(ok=num_devices == len(self._uuids), detail=f"{num_devices} devices")
+        return self._devices.health()
 
     def usage(self) -> MemoryUsage:
-        devices = tuple(
-            DeviceUsage(
-                device_uuid=uuid,
-                total_bytes=self._driver.total_bytes(device),
-                free_bytes=self._driver.free_bytes(device),
-                held_bytes=self._table.held_bytes(uuid),
-            )
-            for device, uuid in enumerate(self._uuids)
-        )
-        return MemoryUsage(devices=devices, holdings=self._table.holdings())
+        return self._devices.usage(self._table)
 
     def close(self, *, keep: bool = False) -> None:
         for held in self._table.all():
             self.release(held.region)
-
-    def _check_device(self, device_index: int) -> None:
-        if not 0 <= device_index < len(self._uuids):
-            raise UnknownDevice(device_index, len(self._uuids) - 1)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from kvhold_server.memory.backend import (
     BackendHealth,
-    DeviceUsage,
     ExportedRegion,
     ExportKind,
     MemoryBackend,
@@ -31,9 +30,10 @@ from kvhold_server.memory.backend import (
     check_request,
     round_up,
 )
+from kvhold_server.memory.cuda_devices import CudaDevices
 from kvhold_server.memory.cuda_driver import CudaDriver
 from kvhold_server.memory.cuda_errors import creating, exporting
-from kvhold_server.memory.errors import BackendUnavailable, DriverCallFailed, InvalidRegionRequest, UnknownDevice
+from kvhold_server.memory.errors import BackendUnavailable, DriverCallFailed, InvalidRegionRequest
 from kvhold_server.memory.region_table import Held, RegionTable
 
 DEFAULT_CHUNK_BYTES = 1 << 30
@@ -59,13 +59,13 @@ class CudaVmmBackend(MemoryBackend):
         self._driver = driver
         self._chunk_bytes = chunk_bytes
         self._table: RegionTable[tuple[Chunk, ...]] = RegionTable()
-        self._uuids = tuple(driver.device_uuid(device) for device in range(driver.device_count()))
-        for device, uuid in enumerate(self._uuids):
+        self._devices = CudaDevices(driver)
+        for device, uuid in enumerate(self._devices.uuids):
             if not driver.supports_fds(device):
                 raise BackendUnavailable(self.name, f"{uuid} cannot export memory as file descriptors; use cuda_ipc")
 
     def granularity_bytes(self, device_index: int) -> int:
-        self._check_device(device_index)
+        self._devices.check(device_index)
         return self._driver.granularity_bytes(device_index)
 
     def reserve(self, request: RegionRequest) -> Region:
@@ -82,7 +82,7 @@ class CudaVmmBackend(MemoryBackend):
                 host=request.host,
                 requested_bytes=request.size_bytes,
                 size_bytes=size_bytes,
-                device_uuid=self._uuids[request.device_index],
+                device_uuid=self._devices.uuids[request.device_index],
             )
             return self._table.publish(region, chunks)
 
@@ -122,32 +122,15 @@ class CudaVmmBackend(MemoryBackend):
         self._release_chunks(self._table.take(region.id).memory)
 
     def health(self) -> BackendHealth:
-        try:
-            num_devices = self._driver.device_count()
-        except DriverCallFailed as error:
-            return BackendHealth(ok=False, detail=str(error))
-        return BackendHealth(ok=num_devices == len(self._uuids), detail=f"{num_devices} devices")
+        return self._devices.health()
 
     def usage(self) -> MemoryUsage:
-        devices = tuple(
-            DeviceUsage(
-                device_uuid=uuid,
-                total_bytes=self._driver.total_bytes(device),
-                free_bytes=self._driver.free_bytes(device),
-                held_bytes=self._table.held_bytes(uuid),
-            )
-            for device, uuid in enumerate(self._uuids)
-        )
-        return MemoryUsage(devices=devices, holdings=self._table.holdings())
+        return self._devices.usage(self._table)
 
     def close(self, *, keep: bool = False) -> None:
         """The memory goes with the last of us and of those who imported it."""
         for held in self._table.all():
             self.release(held.region)
-
-    def _check_device(self, device_index: int) -> None:
-        if not 0 <= device_index < len(self._uuids):
-            raise UnknownDevice(device_index, len(self._uuids) - 1)
 
     def _create(self, device: int, size_bytes: int) -> tuple[Chunk, ...]:
         """All chunks or none: what was made is released in reverse order before an error leaves."""
@@ -155,7 +138,7 @@ class CudaVmmBackend(MemoryBackend):
         if -(-size_bytes // chunk_bytes) > MAX_CHUNKS:
             raise InvalidRegionRequest("size_bytes", size_bytes, f"must be at most {MAX_CHUNKS * chunk_bytes}")
         chunks: list[Chunk] = []
-        with creating(self._driver, device, self._uuids[device], size_bytes, self._table.holdings()):
+        with creating(self._driver, device, self._devices.uuids[device], size_bytes, self._table.holdings()):
             try:
                 for size in _chunk_sizes(size_bytes, chunk_bytes):
                     chunks.append(Chunk(handle=self._driver.create(device, size), size_bytes=size))
