@@ -1,6 +1,7 @@
 """The node under a clock that the test moves: lives and deaths of sessions, in slices, without a wire."""
 
 import itertools
+import logging
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,8 +17,9 @@ from kvhold_server.node.node_values import Shell
 from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.node.step_values import StepCommand
 from kvhold_server.pool.values import AdmitColumns, StepInput
+from kvhold_server.quarantine_log import QuarantineLog
 from kvhold_server.sessions.errors import SessionFenced
-from kvhold_server.sessions.lease import LeaseTerms
+from kvhold_server.sessions.lease import LeaseTerms, SessionState
 from kvhold_server.sessions.session import OpenRequest, Session
 
 POOL = PoolName("p")
@@ -137,3 +139,48 @@ def test_deleting_a_pool_by_force_leaves_nothing_of_its_sessions(world: World) -
     world.now_s += 10
     world.tick_until_idle()
     assert not world.node.sessions.sessions()
+
+
+def test_blocks_of_a_dead_session_wait_from_its_death_on_not_from_when_they_are_counted(world: World) -> None:
+    """ListSessions must not show a session that holds nothing and waits for nothing before the slices get to it."""
+    dead, other = world.session(), world.session()
+    world.admit(dead, 5000)
+    world.node.step(dead, StepCommand(part=0, items=StepInput(step=2, completed_step=1)))
+    admit = AdmitColumns(sequence_ids=[7], num_tokens=[16 * 101], hash_counts=[100])
+    admit.hashes = [bytes([dead.order]) + i.to_bytes(31, "big") for i in range(100)]
+    world.node.step(other, StepCommand(part=0, items=StepInput(step=1, token_budget=10**9, admit=admit)))
+    world.node.attach_stream(other.session_id, 1)
+    world.now_s += 5.1
+    for session in world.node.sessions.expire(world.now_s):
+        world.node._ended(session)
+    seen = {world.node.session_use(dead).num_quarantined_blocks}
+    while dead.state is SessionState.REAPING:
+        world.node._reaper.work(world.now_s)
+        seen.add(world.node.session_use(dead).num_quarantined_blocks)
+    assert seen == {4900}, "all but those that the other session holds as well, at every moment"
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+def test_the_log_speaks_of_dead_sessions_whose_blocks_wait_and_of_no_other(
+    world: World, num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = world.session()
+    watch = world.node.worker_mapped(POOL, 0, session.session_id, 4711, is_watched=True)
+    if num_blocks:
+        world.admit(session, num_blocks)
+    else:
+        world.node.step(session, StepCommand(part=0, items=StepInput(step=1)))
+    log = QuarantineLog(world.node)
+    with caplog.at_level(logging.INFO):
+        world.node.close_session(session.session_id, 1, 0)
+        while session.state is not SessionState.WAITING:
+            world.node.tick()
+        log.look()
+        world.node.worker_gone(watch)
+        world.now_s += 10.0
+        world.tick_until_idle()
+        log.look()
+    said = [record.message for record in caplog.records]
+    assert len(said) == (2 if num_blocks else 0), said
+    if num_blocks:
+        assert "closed_early: 3 blocks wait" in said[0] and "is settled" in said[1]

@@ -11,6 +11,7 @@ Sessions are small integers here (serials); the daemon maps its unguessable ids 
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import repeat
 
 from kvhold_server.domain.errors import KvholdError
@@ -702,10 +703,13 @@ class Pool:
         owner = self.tenures.sessions.get(session)
         if owner is None:
             raise UnknownPoolSession(session)
-        held = {block for sequence in owner.sequences.values() for table in sequence.tables for block in table if block}
+        tables = (table for sequence in owner.sequences.values() for table in sequence.tables)
+        held = Counter(block for table in tables for block in table if block)
         held.update(block for open_step in owner.open_steps for block in open_step.copy_ends)
         is_alive = owner.state is SessionState.ALIVE
-        only_its = 0 if is_alive else sum(self.store.refs[b] == self.store.dead_refs.get(b, 0) for b in held)
+        refs, dead_refs = self.store.refs, self.store.dead_refs
+        # Nobody else's, or only of the dead: `reap` counts them one slice at a time, but they wait from the death on.
+        only_its = 0 if is_alive else sum(refs[b] in (num, dead_refs.get(b)) for b, num in held.items())
         return SessionUse(
             num_sequences=len(owner.sequences),
             num_held_blocks=len(held) if is_alive else 0,
