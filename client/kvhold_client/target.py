@@ -55,7 +55,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 250),  # a refused local socket costs nothing to ask again
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # also bounds one attempt: a busy machine needs time
         ("grpc.enable_http_proxy", 0),
     ]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory.errors import DriverCallFailed
 from kvhold_server.memory.segment_names import instance_digest
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.restore import restore_cached
-from kvhold_server.pool.values import Completed
+from kvhold_server.pool.restore import RecordedBlocks, restore_cached
 from tests.rpc.harness import RunningDaemon, llama, refused, running
 
 REPO = Path(__file__).resolve().parents[2]
@@ -123,8 +123,9 @@ def test_dmn_05_cleaning_up_costs_what_the_client_held_not_what_the_pool_holds()
     pool = Pool(config)
     cached = list(range(1000, num_blocks))
     hashes = [block.to_bytes(16, "big") for block in cached]
-    columns = Completed(blocks=cached, groups=[0] * len(cached), hashes=hashes, key_tokens=[16] * len(cached))
-    restore_cached(pool, columns, cached)
+    tokens = array("i", [16]) * len(cached)
+    columns = RecordedBlocks(blocks=cached, groups=[0] * len(cached), hashes=hashes, key_tokens=tokens, order=cached)
+    restore_cached(pool, columns)
     session = pool.open_session()
     pool.admit(session, 1, num_tokens=1600, token_budget=1600, hashes=[b"own %12d" % i for i in range(100)])
     started = time.process_time()

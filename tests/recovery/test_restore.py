@@ -1,13 +1,14 @@
 """A pool after a restart: recorded blocks are hit, sessions hold what they held, nothing is held twice."""
 
 import random
+from array import array
 from collections import Counter
 
 import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.restore import HeldSequence, reassert, restore_cached
+from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached
 from kvhold_server.pool.values import Completed, Removed
 
 SIZE = 4
@@ -32,13 +33,15 @@ def hashes(name: str, num: int) -> list[bytes]:
     return [f"{name}{i}".encode().ljust(8) for i in range(num)]
 
 
-def recorded(*rows: tuple[int, int, bytes, int]) -> Completed:
-    """(block, group, hash, tokens) each."""
-    return Completed(
-        blocks=[row[0] for row in rows],
-        groups=[row[1] for row in rows],
-        hashes=[row[2] for row in rows],
-        key_tokens=[row[3] for row in rows],
+def recorded(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> RecordedBlocks:
+    """(block, group, hash, tokens) each, least recently used first."""
+    ascending = sorted(rows)
+    return RecordedBlocks(
+        blocks=[row[0] for row in ascending],
+        groups=[row[1] for row in ascending],
+        hashes=[row[2] for row in ascending],
+        key_tokens=array("i", [row[3] for row in ascending]),
+        order=order or [row[0] for row in rows],
     )
 
 
@@ -58,7 +61,7 @@ def held(
 
 def restored(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> Pool:
     pool = Pool(config())
-    assert restore_cached(pool, recorded(*rows), order or [row[0] for row in rows]) == []
+    assert restore_cached(pool, recorded(*rows, order=order)) == []
     pool.check_invariants()
     return pool
 
@@ -96,7 +99,7 @@ def test_one_hash_may_be_recorded_for_several_blocks() -> None:
 def test_records_that_this_pool_has_no_place_for_are_refused() -> None:
     pool = Pool(config(num_reserved_low_blocks=4))
     rows = [(4, 0, b"reserved", 4), (40, 0, b"beyond--", 4), (9, 1, b"group---", 4), (8, 0, b"fine----", 4)]
-    assert restore_cached(pool, recorded(*rows), [4, 40, 9, 8]) == [4, 40, 9]
+    assert restore_cached(pool, recorded(*rows, order=[4, 40, 9, 8])) == [4, 9, 40]
     assert pool.counts().cached == 1
     pool.check_invariants()
 
@@ -224,7 +227,7 @@ def test_a_crash_at_any_time_loses_no_completed_prefix_and_no_table(seed: int, g
             daemon.keep_up(None)
     rows = [(block, *record) for block, record in daemon.records.items()]
     after = Pool(config(groups))
-    assert restore_cached(after, recorded(*rows), [row[0] for row in rows]) == []
+    assert restore_cached(after, recorded(*rows)) == []
     after.check_invariants()
     for index in choice.sample([0, 1], 2):
         session = after.open_session()

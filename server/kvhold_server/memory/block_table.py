@@ -72,13 +72,13 @@ PLACES: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class RecoveredBlocks:
-    """Whole records of the current generation, as parallel lists by ascending block id; and what was dropped."""
+    """Whole records of the current generation, as parallel columns by ascending block id; and what was dropped."""
 
     blocks: list[int]
-    groups: list[int]
+    groups: "array[int]"
     hashes: list[bytes]
-    key_tokens: list[int]
-    bytes_checksums: list[int]  # 0: not taken
+    key_tokens: "array[int]"
+    bytes_checksums: "array[int]"  # 0: not taken
     order: list[int]  # the same blocks, least recently used first
     num_torn: int
     num_old_generation: int
@@ -240,15 +240,15 @@ class BlockTable:
                 for block in chain(torn, outdated):
                     said[block] = 0
                 chosen = Chosen.of(said)
-            stamps = chosen.among(self._numbers("Q", _WORD))
-            self._stamp = max(stamps, default=0) + 1
+            stamp_of = self._numbers("Q", _WORD)
+            self._stamp = max(chosen.among(stamp_of), default=0) + 1
             return RecoveredBlocks(
                 blocks=chosen.blocks,
-                groups=chosen.among(self._numbers("H", _BODY_OFFSET + _GROUP_OFFSET)).tolist(),
+                groups=chosen.among(self._numbers("H", _BODY_OFFSET + _GROUP_OFFSET)),
                 hashes=list(self._parts(_HASH_OFFSET, self._header.hash_size_bytes, chosen)),
-                key_tokens=chosen.among(self._numbers("I", _BODY_OFFSET + _TOKENS_OFFSET)).tolist(),
-                bytes_checksums=chosen.among(self._numbers("Q", _BODY_OFFSET)).tolist(),
-                order=_in_order(chosen.blocks, stamps),
+                key_tokens=chosen.among(self._numbers("i", _BODY_OFFSET + _TOKENS_OFFSET)),
+                bytes_checksums=chosen.among(self._numbers("Q", _BODY_OFFSET)),
+                order=_in_order(chosen, stamp_of),
                 num_torn=len(torn),
                 num_old_generation=len(outdated),
             )
@@ -290,7 +290,7 @@ class BlockTable:
         records = memoryview(self._file.bytes)[RECORDS_OFFSET:][first * record_size : (last + 1) * record_size]
         return chain.from_iterable(chosen.within(record.iter_unpack(records)))
 
-    def _numbers(self, item_format: Literal["H", "I", "Q"], offset: int) -> "array[int]":
+    def _numbers(self, item_format: Literal["H", "I", "Q", "i"], offset: int) -> "array[int]":
         """One field of all records, without an object for each: filling fresh memory is what takes the time here."""
         items = memoryview(self._file.bytes).cast(item_format)
         step = self._header.record_size_bytes // items.itemsize
@@ -349,21 +349,22 @@ def _problem(
     return next((BlockTableUnusable(word, what) for word, what, is_different in differs if is_different), None)
 
 
-def _in_order(blocks: list[int], stamps: "array[int]") -> list[int]:
-    """Blocks by stamp; equal stamps by id.
+def _in_order(chosen: Chosen, stamp_of: "array[int]") -> list[int]:
+    """Blocks by stamp, of which there is one for each block of the table; equal stamps by id.
 
     Stamps are nearly dense where blocks were all used lately: then a place for each is quicker than sorting. The places
     are an array, not a list, because they are written in random order: it is smaller, and counts no references.
     """
+    blocks, stamps = chosen.blocks, chosen.among(stamp_of)
     low, high = min(stamps, default=0), max(stamps, default=0)
     if high - low <= 4 * len(blocks):
         places = array("I", bytes(array("I").itemsize * (high - low + 1)))
         for block, stamp in zip(blocks, stamps, strict=True):
             places[stamp - low] = block
-        order = list(filter(None, places.tolist()))
+        order = list(filter(None, places))
         if len(order) == len(blocks):  # else two had the same place
             return order
-    return [block for _, block in sorted(zip(stamps, blocks, strict=True))]
+    return sorted(blocks, key=stamp_of.__getitem__)
 
 
 @contextmanager

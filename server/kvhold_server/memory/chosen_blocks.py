@@ -23,6 +23,8 @@ class Chosen:
     @classmethod
     def of(cls, flags: "array[int]") -> "Chosen":
         """Those whose flag is not 0."""
+        if flags and not flags[0] and flags.tobytes().find(bytes(flags.itemsize), flags.itemsize) < 0:
+            return cls(blocks=list(range(1, len(flags))), flags=None)  # a full table, seen without a look at each flag
         blocks = list(compress(range(len(flags)), flags))
         has_gap = bool(blocks) and blocks[-1] - blocks[0] >= len(blocks)
         return cls(blocks=blocks, flags=flags if has_gap else None)

@@ -34,8 +34,7 @@ from kvhold_server.node.journal import BlockJournal
 from kvhold_server.node.live_pool import RecoveryReport
 from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.restore import restore_cached
-from kvhold_server.pool.values import Completed
+from kvhold_server.pool.restore import RecordedBlocks, restore_cached
 from kvhold_server.sessions.session import EndCause, Session
 from kvhold_server.sessions.worker_watch import Watch, WatchId
 
@@ -111,9 +110,15 @@ class WarmRestart:
         )
         found = table.scan()
         pool = Pool(opening.config)
-        recorded = Completed(blocks=found.blocks, groups=found.groups, hashes=found.hashes, key_tokens=found.key_tokens)
+        recorded = RecordedBlocks(
+            blocks=found.blocks,
+            groups=found.groups,
+            hashes=found.hashes,
+            key_tokens=found.key_tokens,
+            order=found.order,
+        )
         with garbage_collection_paused():
-            refused = restore_cached(pool, recorded, found.order)
+            refused = restore_cached(pool, recorded)
         table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
         table.mark_clean(False)
         journal = _journal(command, pool, table, backend, regions)

@@ -15,9 +15,12 @@ harmless: its session admits it again and hits what is recorded.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from operator import eq
+from itertools import compress
+from typing import NamedTuple
 
 from kvhold_server.domain.errors import PreconditionFailed
 from kvhold_server.pool.blocks import BlockStore
@@ -58,30 +61,60 @@ class Reasserted:
     completed: Completed  # blocks that were published (again): what a recovery record may say
 
 
-def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[int]:
-    """Makes recorded blocks findable in a pool that nobody uses yet; `order`: the same, least recently used first.
+class _Rows(NamedTuple):
+    """Recorded blocks of one group: parallel columns, blocks ascending."""
+
+    blocks: list[int]
+    hashes: list[bytes]
+    key_tokens: array[int]
+
+    def between(self, first: int, end: int) -> _Rows:
+        """Those of blocks first .. end − 1; itself if that is all."""
+        low, high = bisect_left(self.blocks, first), bisect_left(self.blocks, end)
+        if high - low == len(self.blocks):
+            return self
+        return _Rows(self.blocks[low:high], self.hashes[low:high], self.key_tokens[low:high])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedBlocks:
+    """What a former daemon recorded: parallel columns, blocks ascending."""
+
+    blocks: list[int]
+    groups: SequenceOf[int]
+    hashes: list[bytes]
+    key_tokens: array[int]  # of C's int, as a pool keeps them: length of the prefix that the hash stands for
+    order: list[int]  # the same blocks, least recently used first
+
+    def by_group(self) -> Iterator[tuple[int, _Rows]]:
+        """Rows of each group; the columns themselves where there is only one."""
+        groups = self.groups
+        if groups and groups.count(groups[0]) == len(groups):
+            yield groups[0], _Rows(self.blocks, self.hashes, self.key_tokens)
+            return
+        for group in sorted(set(groups)):
+            picked = [of == group for of in groups]
+            blocks, hashes = list(compress(self.blocks, picked)), list(compress(self.hashes, picked))
+            yield group, _Rows(blocks, hashes, array("i", compress(self.key_tokens, picked)))
+
+
+def restore_cached(pool: Pool, recorded: RecordedBlocks) -> list[int]:
+    """Makes recorded blocks findable in a pool that nobody uses yet.
 
     Returns blocks that were not taken, because this pool has no place for them. O(blocks of the pool).
     """
     store, config = pool.store, pool.config
     assert store.free.count == config.num_blocks - 1 - config.num_reserved_low_blocks and not store.num_cached
     first, end = 1 + config.num_reserved_low_blocks, config.num_blocks
-    num_groups = len(config.groups)
     refused: list[int] = []
-    for group in set(recorded.groups):
-        rows = _rows_of(recorded, group)
-        fits = group < num_groups and config.enable_caching and config.groups[group].prefix_cacheable
-        if fits and first <= min(rows[0]) and max(rows[0]) < end:
-            _publish(store, group, *rows)
-            continue
-        fitting = [i for i, block in enumerate(rows[0]) if fits and first <= block < end]
-        refused += [block for block in rows[0] if not (fits and first <= block < end)]
-        if fitting:
-            blocks, hashes, tokens = rows
-            _publish(
-                store, group, [blocks[i] for i in fitting], [hashes[i] for i in fitting], [tokens[i] for i in fitting]
-            )
-    key_of = store.key_of
+    for group, rows in recorded.by_group():
+        fits = group < len(config.groups) and config.enable_caching and config.groups[group].prefix_cacheable
+        taken = rows.between(first, end if fits else first)
+        if len(taken.blocks) < len(rows.blocks):
+            refused += sorted(set(rows.blocks).difference(taken.blocks))
+        if taken.blocks:
+            _publish(store, group, taken)
+    key_of, order = store.key_of, recorded.order
     cached = [block for block in order if block < end and key_of[block] is not None] if refused else order
     is_full = len(cached) == end - first
     store.free.refill([] if is_full else [block for block in range(first, end) if key_of[block] is None], cached)
@@ -91,27 +124,19 @@ def restore_cached(pool: Pool, recorded: Completed, order: list[int]) -> list[in
     return refused
 
 
-def _rows_of(recorded: Completed, group: int) -> tuple[list[int], list[bytes], list[int]]:
-    """Blocks, hashes and tokens of one group; the columns themselves where there is no other."""
-    columns = recorded.blocks, recorded.hashes, recorded.key_tokens
-    if recorded.groups.count(group) == len(recorded.groups):
-        return columns
-    own = [i for i, of in enumerate(recorded.groups) if of == group]
-    return [columns[0][i] for i in own], [columns[1][i] for i in own], [columns[2][i] for i in own]
-
-
-def _publish(store: BlockStore, group: int, blocks: list[int], hashes: list[bytes], key_tokens: list[int]) -> None:
+def _publish(store: BlockStore, group: int, rows: _Rows) -> None:
     """Gives blocks their hashes, visible to everybody. There may be a million: no object for each here."""
     origin = Origin(group, _RECOVERED, 0)
     origin.is_public = True
-    first, end = blocks[0], blocks[0] + len(blocks)
-    if blocks[-1] == end - 1 and all(map(eq, blocks, range(first, end))):
+    blocks, hashes = rows.blocks, rows.hashes
+    first, end = blocks[0], blocks[-1] + 1
+    if end - first == len(blocks):
         store.key_of[first:end] = hashes
         store.origin_of[first:end] = [origin] * len(blocks)
-        store.key_tokens[first:end] = array("i", key_tokens)
+        store.key_tokens[first:end] = rows.key_tokens
     else:
         key_of, origin_of, tokens_of = store.key_of, store.origin_of, store.key_tokens
-        for block, key, tokens in zip(blocks, hashes, key_tokens, strict=True):
+        for block, key, tokens in zip(blocks, hashes, rows.key_tokens, strict=True):
             key_of[block] = key
             origin_of[block] = origin
             tokens_of[block] = tokens
