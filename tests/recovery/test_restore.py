@@ -99,7 +99,7 @@ def test_one_hash_may_be_recorded_for_several_blocks() -> None:
 def test_records_that_this_pool_has_no_place_for_are_refused() -> None:
     pool = Pool(config(num_reserved_low_blocks=4))
     rows = [(4, 0, b"reserved", 4), (40, 0, b"beyond--", 4), (9, 1, b"group---", 4), (8, 0, b"fine----", 4)]
-    assert restore_cached(pool, recorded(*rows, order=[4, 40, 9, 8])) == [4, 9, 40]
+    assert restore_cached(pool, recorded(*rows, order=[4, 40, 9, 8])) == [4, 40, 9]
     assert pool.counts().cached == 1
     pool.check_invariants()
 
