@@ -140,8 +140,8 @@ def _window_of(m: plan_pb2.Group, plan: plan_pb2.Plan) -> dict[str, int]:
 
 
 def decode_shape(m: pool_pb2.Pool) -> PoolShape:
-    """The scheduler's view of a pool: overridden groups if the pool has them, else the plan's."""
-    overrides = m.options.overrides.groups
+    """The scheduler's view of a pool: overridden groups if it has them, else the plan's, else (listed) what is told."""
+    overrides = m.options.overrides.groups or (() if m.HasField("plan") else m.groups)
     if overrides:
         groups = tuple(
             GroupShape(
@@ -179,6 +179,8 @@ def decode_prefix_stats(m: pool_pb2.PrefixStats) -> PrefixStats:
         miss_rule_tokens=m.miss_rule_tokens,
         miss_other_tokens=m.miss_other_tokens,
         miss_evicted_by_age_tokens=tuple(m.miss_evicted_by_age_tokens),
+        miss_evicted_by_growth_tokens=tuple(m.miss_evicted_by_growth_tokens),
+        growth_percents=tuple(m.growth_percents),
         num_requests=m.num_requests,
         preempted_query_tokens=m.preempted_query_tokens,
         preempted_hit_tokens=m.preempted_hit_tokens,

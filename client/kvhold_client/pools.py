@@ -72,9 +72,9 @@ class PoolInfo:
     """A pool as it was when it was asked for."""
 
     name: str
-    outcome: str  # attached, recovered, fresh; empty if it was not opened by this call
-    recovery_reason: str
-    num_recovered_blocks: int
+    outcome: str  # of opening it: attached, recovered, fresh; of one that is listed: how the daemon began with it
+    recovery_reason: str  # why it began fresh
+    num_recovered_blocks: int  # that it began with
     plan_fingerprint: str
     model: str
     content_generation: int
@@ -90,12 +90,14 @@ class PoolInfo:
 
 
 def decode_pool(m: pool_pb2.Pool, outcome: int = 0, recovery: pool_pb2.Recovery | None = None) -> PoolInfo:
-    """From the wire. Pools that are listed carry no plan, and their shape then has no groups."""
+    """From the wire. `outcome`, `recovery`: what the call that opened it was told, if it was opened."""
+    outcome = outcome or m.began_as
+    recovery = recovery if recovery is not None else m.recovery
     return PoolInfo(
         name=m.name,
         outcome=enum_word(pool_pb2.OpenPoolOutcome, outcome, "OPEN_POOL_OUTCOME_") if outcome else "",
-        recovery_reason=recovery.reason if recovery is not None else "",
-        num_recovered_blocks=recovery.num_kept_blocks if recovery is not None else 0,
+        recovery_reason=recovery.reason,
+        num_recovered_blocks=recovery.num_kept_blocks,
         plan_fingerprint=m.plan_fingerprint,
         model=m.content.model,
         content_generation=m.content_generation,

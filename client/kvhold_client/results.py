@@ -76,6 +76,8 @@ class PrefixStats:
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     miss_evicted_by_age_tokens: tuple[int, ...] = ()  # parts of it: gone for < N/4, N, 4N evictions, longer; N: blocks
+    miss_evicted_by_growth_tokens: tuple[int, ...] = ()  # parts of it: kept by a pool larger by growth_percents[i]
+    growth_percents: tuple[int, ...] = ()
 
     @property
     def hit_tokens(self) -> int:

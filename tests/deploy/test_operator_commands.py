@@ -176,3 +176,17 @@ def test_explain_refuses_what_is_no_prompt(loaded: LiveDaemon, tmp_path: Path) -
     run = explain(loaded, "--tokens", str(path))
     assert run.returncode == 2 and "token ids" in run.stderr
     assert explain(loaded, "--hashes", "00").returncode == 2
+
+
+def test_explain_of_a_pool_says_what_the_growth_that_was_asked_for_would_give(loaded: LiveDaemon) -> None:
+    answer = json.loads(explain(loaded, "--more-memory", "20,35,10000", "-o", "json").stdout)
+    evicted = answer["parts"]["miss: was evicted"]
+    twenty, between, all_of_it = answer["more_memory"]
+    assert twenty["more_percent"] == 20 and twenty["kept_tokens_at_least"] == twenty["kept_tokens_at_most"] <= evicted
+    assert twenty["kept_tokens_at_least"] <= between["kept_tokens_at_least"] <= between["kept_tokens_at_most"]
+    assert all_of_it["kept_tokens_at_most"] == evicted > 0
+    hits = answer["parts"]["hit, own session"] + answer["parts"]["hit, another session"]
+    assert twenty["hit_rate"] == pytest.approx((hits + twenty["kept_tokens_at_least"]) / answer["query_tokens"])
+    shown = explain(loaded, "--more-memory", "20").stdout
+    assert "+20 %" in shown and "+10 %" not in shown
+    assert explain(loaded, "--more-memory", "many").returncode == 2

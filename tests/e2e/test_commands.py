@@ -8,9 +8,13 @@ import pytest
 from google.protobuf import json_format
 
 from kvhold_client.cli import main
+from kvhold_client.cli.console import plain
 from kvhold_client.client import Client
 from kvhold_client.local_daemon import LocalDaemon
 from kvhold_client.models import GIB, model_plan_request
+from kvhold_client.pools import PoolRequest
+from kvhold_client.shape import GroupShape
+from tests.e2e.conftest import tiny_plan
 
 
 def ask(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -102,3 +106,73 @@ def test_tensor_parallel_ranks_split_the_heads(daemon: LocalDaemon, client: Clie
     assert len(four.ranks) == 4
     assert four.ranks[3].bytes_per_block * 4 == one.ranks[0].bytes_per_block
     assert four.num_blocks == one.num_blocks * 4
+
+
+def values_by_field(value: object, path: str = "") -> dict[str, list[object]]:
+    """Every field of a JSON document with all the values that it has anywhere in it."""
+    found: dict[str, list[object]] = {}
+    parts = value.items() if isinstance(value, dict) else ((None, item) for item in value)  # type: ignore[attr-defined]
+    for name, item in parts:
+        here = f"{path}.{name}" if name else path
+        found.setdefault(here, []).append(item)
+        if isinstance(item, dict | list):
+            for deeper, values in values_by_field(item, here).items():
+                found.setdefault(deeper, []).extend(values)
+    return found
+
+
+# What these pools have no reason to fill.
+MAY_BE_EMPTY = (
+    "retained",
+    "chunk",
+    "provisional",
+    "quarantined",
+    "shared",
+    "evicted",
+    "preempted",
+    "recovered",
+    "other",
+)
+
+
+@pytest.mark.parametrize("command", ["pools", "status", "top"])
+def test_no_field_of_a_pool_is_empty_whatever_the_pool_is(
+    command: str, daemon: LocalDaemon, client: Client, open_pool: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that a list never fills is a promise that nobody keeps."""
+    name = open_pool("windows", 128, sliding_window_tokens=32)
+    open_pool("simulated", simulated_groups=(GroupShape(kind="full", block_size_tokens=8),), simulated_num_blocks=9)
+    with client.get_pool(name).open_session() as session:
+        for turn, text in enumerate("aab"):
+            session.begin_step()
+            sequence = session.table.new_sequence(turn, text.encode() * 64)
+            session.table.admit(sequence, num_tokens=33)
+            session.table.flush()
+            if text == "a":
+                session.table.finish(sequence)
+        answer = json.loads(ask(capsys, command, "--target", daemon.target, "-o", "json"))
+    pools = answer if command == "pools" else answer["pools"]
+    listed = {pool["name"]: pool for pool in pools}
+    assert [group["kind"] for group in listed["windows"]["shape"]["groups"]] == ["full_attention", "sliding_window"]
+    assert listed["windows"]["shape"] == json.loads(json.dumps(plain(client.get_pool(name).info.shape)))
+    assert listed["windows"]["outcome"] == "fresh" and listed["windows"]["recovery_reason"]
+    never = [field for field, values in values_by_field(pools).items() if not any(values)]
+    assert not [field for field in never if not any(word in field for word in MAY_BE_EMPTY)]
+
+
+def test_a_pool_that_a_former_daemon_had_is_listed_as_recovered(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = LocalDaemon(directory=tmp_path_factory.mktemp("d"))
+    with daemon, Client(daemon.target) as client:
+        pool = client.open_pool(PoolRequest(name="kept", plan=tiny_plan(64), model="tiny"))
+        with pool.open_session() as session:
+            session.begin_step()
+            session.table.admit(session.table.new_sequence(1, b"h" * 64), num_tokens=33)
+            session.table.flush()
+            session.idle()
+        daemon.kill()
+        daemon.start()
+        (listed,) = json.loads(ask(capsys, "pools", "--target", daemon.target, "-o", "json"))
+        assert (listed["outcome"], listed["num_recovered_blocks"], listed["model"]) == ("recovered", 2, "tiny")
+        client.delete_pool("kept", force=True)

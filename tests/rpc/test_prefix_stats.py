@@ -19,6 +19,8 @@ def assert_adds_up(stats: pool_pb2.PrefixStats) -> None:
     assert stats.query_tokens == sum(getattr(stats, part) for part in PARTS)
     assert stats.miss_evicted_tokens == sum(stats.miss_evicted_by_age_tokens)
     assert len(stats.miss_evicted_by_age_tokens) == 4
+    assert stats.miss_evicted_tokens == sum(stats.miss_evicted_by_growth_tokens)
+    assert len(stats.miss_evicted_by_growth_tokens) == len(stats.growth_percents) + 1
 
 
 async def test_the_parts_sum_to_the_query_tokens_per_pool_and_session(daemon: RunningDaemon) -> None:

@@ -1,15 +1,19 @@
 """`kvhold explain`: why a prompt would hit no more than it does, and what more memory would give.
 
     kvhold explain --pool chat                                        where the pool's tokens came from so far
+    kvhold explain --pool chat --more-memory 20                       and how many a pool larger by 20 % would have kept
     kvhold explain --pool chat --tokens prompt.json                   this prompt, group by group (token ids; - = stdin)
     kvhold explain --pool chat --hashes 5f0c…,77aa… --num-tokens 48   the same, with digests that the engine logged
 
-Asking changes nothing: no pin, no eviction order.
+Asking changes nothing: no pin, no eviction order. What more memory would give is read from the list of evicted hashes:
+a block that is asked for again n evictions after its own would still be there in a pool of n blocks more. That list is
+bounded; what was evicted before its beginning counts as never seen.
 """
 
 import argparse
 import json
 import sys
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,8 +26,10 @@ from kvhold_client.cli.units import format_bytes, format_count, format_share
 from kvhold_client.client import Client
 from kvhold_client.hashing import ALGORITHMS, DEFAULT_ALGORITHM, PrefixHasher
 
-EXAMPLE_GROWTH = 0.2
-GROWTHS = ("A quarter more memory", "Twice the memory", "Five times the memory")  # as the parts by age are cut
+PROMPT_GROWTHS = (20,)
+SHOWN_GROWTHS = (10, 20, 50, 100, 400)  # per cent, where nobody asks for others
+MAX_GROWTH = 10_000
+GROWTH_HEADERS = ("more memory", "a rank", "evicted tokens kept", "hit rate")
 REASON_WORDS = {
     "NEVER_SEEN": "never published (or too long ago to be remembered)",
     "EVICTED": "was evicted",
@@ -51,7 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-tokens", type=int, metavar="N", help="with --hashes: tokens of the prompt")
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="hash algorithm (default: the pool's)")
     parser.add_argument("--seed", help="hash seed, if the engines have one")
+    parser.add_argument(
+        "--more-memory",
+        type=_percents,
+        metavar="PERCENT,…",
+        help="what so much more memory would give (default: several steps; of a prompt: 20)",
+    )
     parser.add_argument("--admin-target", metavar="T", help="where AdminService listens (default: --target)")
+
+
+def _percents(text: str) -> tuple[int, ...]:
+    values = tuple(int(word.removesuffix("%")) for word in text.split(","))
+    if not all(1 <= value <= MAX_GROWTH for value in values):
+        raise argparse.ArgumentTypeError(f"must be 1..{MAX_GROWTH} per cent")
+    return values
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -148,20 +167,22 @@ def _explain_prompt(
     console.table(("group", "kind", "hit tokens", "first missing block", "why"), rows)
     for note in answer.notes:
         console.print(f"· {note}")
-    console.print(_memory_advice(pool, answer.num_additional_blocks))
+    for line in memory_advice(pool, answer.num_additional_blocks, args.more_memory or PROMPT_GROWTHS):
+        console.print(line)
     return OK
 
 
-def _memory_advice(pool: pool_pb2.Pool, num_more: int) -> str:
-    """What more memory would have kept, in blocks, bytes and per cent; and whether a fifth more would do."""
+def memory_advice(pool: pool_pb2.Pool, num_more: int, percents: tuple[int, ...]) -> list[str]:
+    """What more memory would have kept of a prompt, in blocks and bytes; and whether so much more would have done."""
     if not num_more:
-        return "More memory would not help: nothing of this prompt was evicted lately."
-    share = num_more / pool.counts.num_blocks
-    more = (
-        f"{format_count(num_more)} blocks more ({share:.0%}, {format_bytes(num_more * pool.block_size_bytes)} a rank)"
-    )
-    enough = "would have been enough" if share <= EXAMPLE_GROWTH else "would not have been enough"
-    return f"{more} would have kept all of it; {EXAMPLE_GROWTH:.0%} more {enough}."
+        return ["More memory would not help: nothing of this prompt was evicted lately."]
+    needed = 100 * num_more / max(1, pool.counts.num_blocks)
+    size = format_bytes(num_more * pool.block_size_bytes)
+    lines = [f"{format_count(num_more)} blocks more ({needed:.1f} %, {size} a rank) would have kept all of it."]
+    for percent in percents:
+        enough = "would have been enough" if needed <= percent else "would not have been enough"
+        lines.append(f"{percent} % more ({_growth_bytes(pool, percent)} a rank) {enough}.")
+    return lines
 
 
 def _explain_pool(args: argparse.Namespace, console: Console, pool: pool_pb2.Pool) -> int:
@@ -174,26 +195,80 @@ def _explain_pool(args: argparse.Namespace, console: Console, pool: pool_pb2.Poo
         "miss: cut by a rule": stats.miss_rule_tokens,
         "miss: not visible yet": stats.miss_other_tokens,
     }
+    growths = growths_of(pool, args.more_memory or SHOWN_GROWTHS)
     if args.output == "json":
         by_age = list(stats.miss_evicted_by_age_tokens)
-        console.json({"query_tokens": stats.query_tokens, "parts": parts, "miss_evicted_by_age_tokens": by_age})
+        console.json(
+            {
+                "query_tokens": stats.query_tokens,
+                "parts": parts,
+                "miss_evicted_by_age_tokens": by_age,
+                "more_memory": growths,
+            }
+        )
         return OK
     console.heading(
         f"pool {pool.name}: {format_count(stats.query_tokens)} tokens asked for in {stats.num_requests} admissions"
     )
     rows = [(word, format_count(n), format_share(n, stats.query_tokens)) for word, n in parts.items()]
     console.table(("tokens", "number", "share"), rows)
-    for line in growth_advice(stats):
-        console.print(line)
+    if stats.miss_evicted_tokens:
+        console.print()
+        console.table(GROWTH_HEADERS, [_growth_row(pool, growth) for growth in growths])
     return OK
 
 
-def growth_advice(stats: pool_pb2.PrefixStats) -> list[str]:
-    """What larger pools would have kept of the tokens that were evicted: those missed within so many evictions."""
-    if not stats.miss_evicted_tokens or not stats.miss_evicted_by_age_tokens:
-        return []
-    kept = accumulate(stats.miss_evicted_by_age_tokens)
-    return [
-        f"{size} would have kept about {format_count(num)} of them ({format_share(num, stats.query_tokens)} of all)"
-        for size, num in zip(GROWTHS, kept, strict=False)  # the last part is what none of them would have kept
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a larger pool would have kept of the tokens that were evicted and asked for again."""
+
+    more_percent: int
+    more_bytes: int  # on each rank
+    kept_tokens_at_least: int
+    kept_tokens_at_most: int  # another number only where the daemon does not count to this very per cent
+    hit_rate: float  # that it would have had at least
+
+
+def growths_of(pool: pool_pb2.Pool, percents: tuple[int, ...]) -> list[Growth]:
+    """One for each per cent asked about; none if the daemon, an older one, does not count them.
+
+    bounds   5     10     20 …            what 12 % would have kept is
+    parts    3000  1000   500             at least 3000 + 1000, at most 500 more
+    """
+    stats = pool.prefix_stats
+    bounds, sums = list(stats.growth_percents), list(accumulate(stats.miss_evicted_by_growth_tokens, initial=0))
+    hits = stats.hit_own_tokens + stats.hit_shared_tokens
+    found = []
+    for percent in percents if bounds else ():
+        low = sums[bisect_right(bounds, percent)]
+        high = sums[min(bisect_left(bounds, percent) + 1, len(sums) - 1)]
+        found.append(
+            Growth(
+                more_percent=percent,
+                more_bytes=_growth_blocks(pool, percent) * pool.block_size_bytes,
+                kept_tokens_at_least=low,
+                kept_tokens_at_most=high,
+                hit_rate=(hits + low) / max(1, stats.query_tokens),
+            )
+        )
+    return found
+
+
+def _growth_blocks(pool: pool_pb2.Pool, percent: int) -> int:
+    return -(-pool.counts.num_blocks * percent // 100)
+
+
+def _growth_bytes(pool: pool_pb2.Pool, percent: int) -> str:
+    return format_bytes(_growth_blocks(pool, percent) * pool.block_size_bytes)
+
+
+def _growth_row(pool: pool_pb2.Pool, growth: Growth) -> tuple[str, ...]:
+    kept = format_count(growth.kept_tokens_at_least)
+    if growth.kept_tokens_at_most > growth.kept_tokens_at_least:
+        kept += f" to {format_count(growth.kept_tokens_at_most)}"
+    return (
+        f"+{growth.more_percent} %",
+        _growth_bytes(pool, growth.more_percent),
+        kept,
+        f"{100 * growth.hit_rate:.1f} %",
+    )

@@ -508,6 +508,9 @@ class Pool(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_STATS_FIELD_NUMBER: _builtins.int
+    BEGAN_AS_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     plan_fingerprint: _builtins.str
@@ -530,6 +533,8 @@ class Pool(_message.Message):
     """Bytes of all ranks' regions."""
     block_size_bytes: _builtins.int
     """Bytes of one block over all groups' layers of rank 0."""
+    began_as: Global___OpenPoolOutcome.ValueType
+    """What it held when this daemon opened it: RECOVERED or FRESH."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """The plan. Left out by ListPools."""
@@ -558,6 +563,14 @@ class Pool(_message.Message):
     def prefix_stats(self) -> Global___PrefixStats:
         """Prefix statistics since the daemon started."""
 
+    @_builtins.property
+    def recovery(self) -> Global___Recovery:
+        """What was kept then, and why not the rest."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupOverride]:
+        """Its groups in table order, the plan's or those that replace them. Also in ListPools."""
+
     def __init__(
         self,
         *,
@@ -579,10 +592,13 @@ class Pool(_message.Message):
         size_bytes: _builtins.int = ...,
         block_size_bytes: _builtins.int = ...,
         prefix_stats: Global___PrefixStats | None = ...,
+        began_as: Global___OpenPoolOutcome.ValueType = ...,
+        recovery: Global___Recovery | None = ...,
+        groups: _abc.Iterable[Global___GroupOverride] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["byte_format", b"byte_format", "content", b"content", "counts", b"counts", "options", b"options", "plan", b"plan", "prefix_stats", b"prefix_stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["byte_format", b"byte_format", "content", b"content", "counts", b"counts", "options", b"options", "plan", b"plan", "prefix_stats", b"prefix_stats", "recovery", b"recovery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_bytes", b"block_size_bytes", "byte_format", b"byte_format", "content", b"content", "content_generation", b"content_generation", "counts", b"counts", "group_block_size_tokens", b"group_block_size_tokens", "hash_block_size_tokens", b"hash_block_size_tokens", "hash_size_bytes", b"hash_size_bytes", "name", b"name", "num_groups", b"num_groups", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "options", b"options", "plan", b"plan", "plan_fingerprint", b"plan_fingerprint", "prefix_stats", b"prefix_stats", "scheduler_block_size_tokens", b"scheduler_block_size_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_as", b"began_as", "block_size_bytes", b"block_size_bytes", "byte_format", b"byte_format", "content", b"content", "content_generation", b"content_generation", "counts", b"counts", "group_block_size_tokens", b"group_block_size_tokens", "groups", b"groups", "hash_block_size_tokens", b"hash_block_size_tokens", "hash_size_bytes", b"hash_size_bytes", "name", b"name", "num_groups", b"num_groups", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "options", b"options", "plan", b"plan", "plan_fingerprint", b"plan_fingerprint", "prefix_stats", b"prefix_stats", "recovery", b"recovery", "scheduler_block_size_tokens", b"scheduler_block_size_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,6 +624,8 @@ class PrefixStats(_message.Message):
     SKIPPED_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_REQUESTS_FIELD_NUMBER: _builtins.int
     MISS_EVICTED_BY_AGE_TOKENS_FIELD_NUMBER: _builtins.int
+    MISS_EVICTED_BY_GROWTH_TOKENS_FIELD_NUMBER: _builtins.int
+    GROWTH_PERCENTS_FIELD_NUMBER: _builtins.int
     query_tokens: _builtins.int
     """Tokens asked for at admissions."""
     hit_own_tokens: _builtins.int
@@ -638,6 +656,16 @@ class PrefixStats(_message.Message):
     def miss_evicted_by_age_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Parts of `miss_evicted_tokens`: evicted within the last N/4, N, 4N evictions, or before; N: blocks of the pool."""
 
+    @_builtins.property
+    def miss_evicted_by_growth_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Parts of `miss_evicted_tokens` by the blocks that would have kept them: a pool larger by at most `growth_percents[i]`.
+        One entry more than there are bounds: what none of them would have kept.
+        """
+
+    @_builtins.property
+    def growth_percents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The bounds, ascending."""
+
     def __init__(
         self,
         *,
@@ -655,10 +683,12 @@ class PrefixStats(_message.Message):
         skipped_query_tokens: _builtins.int = ...,
         num_preempted_requests: _builtins.int = ...,
         miss_evicted_by_age_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        miss_evicted_by_growth_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        growth_percents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_by_age_tokens", b"miss_evicted_by_age_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_preempted_requests", b"num_preempted_requests", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["growth_percents", b"growth_percents", "hit_own_tokens", b"hit_own_tokens", "hit_shared_tokens", b"hit_shared_tokens", "miss_evicted_by_age_tokens", b"miss_evicted_by_age_tokens", "miss_evicted_by_growth_tokens", b"miss_evicted_by_growth_tokens", "miss_evicted_tokens", b"miss_evicted_tokens", "miss_never_seen_tokens", b"miss_never_seen_tokens", "miss_other_tokens", b"miss_other_tokens", "miss_rule_tokens", b"miss_rule_tokens", "num_preempted_requests", b"num_preempted_requests", "num_requests", b"num_requests", "num_skipped_requests", b"num_skipped_requests", "preempted_hit_tokens", b"preempted_hit_tokens", "preempted_query_tokens", b"preempted_query_tokens", "query_tokens", b"query_tokens", "skipped_query_tokens", b"skipped_query_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,11 +11,13 @@ asking for every block.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.groups import Groups, HitResult
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import PoolSession
-from kvhold_server.pool.values import PrefixStatistics
+from kvhold_server.pool.values import GROWTH_PERCENTS, PrefixStatistics
 from kvhold_server.pool.waiting import AdmitItem
 
 NUM_AGE_BUCKETS = 4  # evicted within the last N/4, N, 4N evictions, or before; N = blocks of the pool
@@ -60,7 +62,8 @@ class Attribution:
             each.miss_other_tokens += other
             each.miss_never_seen_tokens += never
             if evicted:
-                each.miss_evicted_by_age_tokens[age] += evicted
+                each.miss_evicted_by_age_tokens[self._age_bucket(age)] += evicted
+                each.miss_evicted_by_growth_tokens[self._growth_bucket(age)] += evicted
         return own
 
     def _own_tokens(self, session: int, hit: HitResult) -> int:
@@ -101,7 +104,7 @@ class Attribution:
         if age is None:
             is_backed = self.store.find(reference.gid, view[start], -1) != 0
             return (rule + gone, 0, 0, never, 0) if is_backed else (rule, 0, gone, never, 0)
-        return rule, gone, 0, never, self._age_bucket(age)
+        return rule, gone, 0, never, age
 
     def _end_of_seen(self, view: list[bytes], start: int, end: int, gid: int) -> int:
         """First block of [start, end) that nobody ever published, as far as is remembered."""
@@ -122,3 +125,7 @@ class Attribution:
                 return bucket
             bound *= 4
         return NUM_AGE_BUCKETS - 1
+
+    def _growth_bucket(self, age: int) -> int:
+        """The least growth that would have kept it: a pool of so many blocks more evicts so many evictions later."""
+        return bisect_right(GROWTH_PERCENTS, age * 100 // self.store.num_blocks)

@@ -282,6 +282,9 @@ class Counts:
         return self.free + self.cached
 
 
+GROWTH_PERCENTS = (5, 10, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 300, 400)  # how much larger a pool could be
+
+
 @dataclass(slots=True, kw_only=True)
 class PrefixStatistics:
     """Tokens asked for at admission; the parts sum to `query_tokens`. Resumed sequences are counted apart."""
@@ -293,6 +296,7 @@ class PrefixStatistics:
     miss_never_seen_tokens: int = 0
     miss_evicted_tokens: int = 0
     miss_evicted_by_age_tokens: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # see attribution.py
+    miss_evicted_by_growth_tokens: list[int] = field(default_factory=lambda: [0] * (len(GROWTH_PERCENTS) + 1))
     miss_rule_tokens: int = 0  # window or state not kept, partial block, alignment, last token, caps
     miss_other_tokens: int = 0  # seen, but provisional of another session
     skipped_requests: int = 0  # asked not to read the cache; not in the sum

@@ -14,7 +14,7 @@ from kvhold_server.node.errors import BackendUnknown
 from kvhold_server.node.identity import ByteFormat, ContentIdentity, PoolOptions, PoolOverrides
 from kvhold_server.node.live_pool import LivePool, RecoveryReport
 from kvhold_server.node.opening import OpenPoolCommand
-from kvhold_server.pool.values import PrefixStatistics
+from kvhold_server.pool.values import GROWTH_PERCENTS, PrefixStatistics
 from kvhold_server.rpc.step_answers import fill_counts
 from kvhold_server.rpc.step_codec import MAX_INT32, WireShape
 
@@ -25,6 +25,7 @@ BACKEND_NAMES = {
     pb.MEMORY_BACKEND_CUDA_IPC: "cuda_ipc",
     pb.MEMORY_BACKEND_FAKE: "fake",
 }
+OUTCOMES = {"recovered": pb.OPEN_POOL_OUTCOME_RECOVERED, "fresh": pb.OPEN_POOL_OUTCOME_FRESH}
 BACKEND_NUMBERS = {name: number for number, name in BACKEND_NAMES.items()}
 MIN_HASH_BYTES, MAX_HASH_BYTES, DEFAULT_HASH_BYTES = 8, 64, 32
 HASH_ALGORITHM_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
@@ -194,6 +195,9 @@ def encode_pool(live: LivePool, num_sessions: int, plan: plan_pb2.Plan | None) -
         size_bytes=live.size_bytes,
         block_size_bytes=live.plan.ranks[0].bytes_per_block if live.plan else 0,
         prefix_stats=encode_prefix_stats(live.pool.prefix_statistics()),
+        began_as=OUTCOMES[live.recovery.outcome],
+        recovery=encode_recovery(live.recovery),
+        groups=[_encode_group_override(group) for group in config.groups],
     )
     counts = live.pool.counts()
     fill_counts(message.counts, counts, counts.available)
@@ -209,6 +213,8 @@ def encode_prefix_stats(stats: PrefixStatistics) -> pb.PrefixStats:
         miss_never_seen_tokens=stats.miss_never_seen_tokens,
         miss_evicted_tokens=stats.miss_evicted_tokens,
         miss_evicted_by_age_tokens=stats.miss_evicted_by_age_tokens,
+        miss_evicted_by_growth_tokens=stats.miss_evicted_by_growth_tokens,
+        growth_percents=GROWTH_PERCENTS,
         miss_rule_tokens=stats.miss_rule_tokens,
         miss_other_tokens=stats.miss_other_tokens,
         num_skipped_requests=stats.skipped_requests,

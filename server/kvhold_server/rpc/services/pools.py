@@ -22,6 +22,7 @@ from kvhold_server.rpc.plan_codec import encode_plan
 from kvhold_server.rpc.planning import in_thread, make_plan
 from kvhold_server.rpc.pool_codec import (
     BACKEND_NUMBERS,
+    OUTCOMES,
     decode_content,
     decode_open_pool,
     duration,
@@ -32,7 +33,6 @@ from kvhold_server.rpc.pool_codec import (
 from kvhold_server.rpc.regions import RegionKeeper
 
 Result = TypeVar("Result")
-OUTCOMES = {"recovered": pb.OPEN_POOL_OUTCOME_RECOVERED, "fresh": pb.OPEN_POOL_OUTCOME_FRESH}
 
 
 class PoolService(pool_pb2_grpc.PoolServiceServicer):
