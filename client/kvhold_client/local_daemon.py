@@ -1,7 +1,8 @@
 """A daemon for as long as a `with` block lasts: for demos, tests, and commands that need one and find none.
 
 It runs as a process of its own (`python -m kvhold_server serve`) on a socket in a new temporary directory, and is
-stopped with SIGTERM, so that it drains and gives its memory back.
+stopped with SIGTERM, so that it drains and gives its memory back. It never outlives us: if we are killed and cannot
+stop it, it stops itself (leash.py).
 """
 
 import os
@@ -9,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvhold_client.channels import TLS_VARIABLES
+from kvhold_client.leash import leashed
 from kvhold_client.target import TARGET_VARIABLE
 
 START_TIMEOUT_S = 20.0
@@ -67,13 +68,13 @@ class LocalDaemon:
         self.directory = self._given_directory or Path(tempfile.mkdtemp(prefix="kvhold-"))
         port = _free_port()
         self.metrics_url = f"http://127.0.0.1:{port}/metrics"
-        command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(self.socket_path)]
-        command += ["--metrics", f"127.0.0.1:{port}", *self._flags]
+        flags = ["serve", "--socket", str(self.socket_path), "--metrics", f"127.0.0.1:{port}", *self._flags]
         if self._given_directory is None:
-            command.append("--no-keep-pools")  # nobody could come back to a directory that is deleted
+            flags.append("--no-keep-pools")  # nobody could come back to a directory that is deleted
+        command = leashed("kvhold_server", *flags, remove=None if self._given_directory else self.directory)
         with (self.directory / "daemon.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=daemon_environment()
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=daemon_environment()
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not socket_answers(self.socket_path):
@@ -103,6 +104,8 @@ class LocalDaemon:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process = None
 
     def __enter__(self) -> "LocalDaemon":

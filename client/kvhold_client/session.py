@@ -96,6 +96,11 @@ class Session:
         return self._core.current.epoch
 
     @property
+    def boot_id(self) -> str:
+        """The daemon's tenure that it is with: another one after the daemon restarted."""
+        return self._core.current.boot_id
+
+    @property
     def grace_period_s(self) -> float:
         """How long the daemon keeps this session for resuming after a break."""
         return self._core.current.grace_period_s

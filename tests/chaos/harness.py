@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvhold_client.errors import KvholdError
 from tests.chaos.faults import KINDS, FaultKind
-from tests.chaos.world import POOL, World
+from tests.chaos.world import POOL, World, end_in_order, have_own_mounts
 
 FINISH_TIMEOUT_S = 40.0
 SETTLE_TIMEOUT_S = 15.0
@@ -133,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--keep", action="store_true", help="keep the directory with all logs")
     arguments = parser.parse_args(argv)
+    end_in_order()
+    have_own_mounts()
     directory = Path(tempfile.mkdtemp(prefix="kvchaos-"))
     print(f"seed {arguments.seed}, logs in {directory}", flush=True)
     world = World(directory, arguments.schedulers)

@@ -19,10 +19,11 @@ from pathlib import Path
 from kvhold.v1 import plan_pb2
 from kvhold_client.client import Client
 from kvhold_client.errors import KvholdError
+from kvhold_client.leash import leashed
 from kvhold_client.pools import PoolRequest
 from kvhold_server.app import Daemon
 from kvhold_server.config import ServerConfig
-from tests.chaos.world import REPO
+from tests.chaos.world import REPO, end_in_order
 
 POOL = "full"
 PAGE_BYTES = 512
@@ -71,10 +72,10 @@ def cpu_seconds(pid: int) -> float:
 
 def time_start(directory: Path, environment: dict[str, str]) -> tuple[float, float, int]:
     """Starts a daemon; returns (seconds until the pool answers, processor seconds, blocks kept), then kills it."""
-    command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(directory / "k.sock")]
+    command = leashed("kvhold_server", "serve", "--socket", str(directory / "k.sock"), "--state-dir", str(directory))
     started = time.monotonic()
     with (directory / "log").open("ab") as log:
-        process = subprocess.Popen([*command, "--state-dir", str(directory)], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
     try:
         with Client(f"unix:{directory}/k.sock", timeout_s=10.0) as client:
             while True:
@@ -88,6 +89,8 @@ def time_start(directory: Path, environment: dict[str, str]) -> tuple[float, flo
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def main() -> int:
@@ -96,6 +99,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--restarts", type=int, default=5)
     arguments = parser.parse_args()
+    end_in_order()
     directory = Path(tempfile.mkdtemp(prefix="kvrecovery-"))
     environment = dict(os.environ) | {
         "PYTHONPATH": os.pathsep.join(str(REPO / part) for part in ("proto", "server", "client")),

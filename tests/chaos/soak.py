@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvhold_client.client import Client
 from kvhold_client.local_daemon import LocalDaemon
 from kvhold_client.pools import PoolRequest
 from kvhold_server.memory.segment_names import instance_digest
-from tests.chaos.world import plan_request
+from tests.chaos.world import end_in_order, plan_request
 
 POOL = "soak"
 NUM_LIVE = 32
@@ -40,7 +41,8 @@ def prompt(number: int) -> tuple[int, bytes]:
 
 
 def run_client(target: str, index: int, num_steps: int, done: "multiprocessing.sharedctypes.Synchronized[int]") -> None:
-    """Steps without a pause, over gRPC alone."""
+    """Steps without a pause, over gRPC alone; no longer than the program that started it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     number, choice = index * 10**9, random.Random(index)
     with Client(target) as client:
         pool = client.get_pool(POOL)
@@ -63,6 +65,13 @@ def run_client(target: str, index: int, num_steps: int, done: "multiprocessing.s
                     done.value += 1
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def resident_bytes(pid: int) -> int:
     """Of a process, shared mappings of files left out."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -82,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A million steps through gRPC: does anything grow?")
     parser.add_argument("--steps", type=int, default=1_000_000)
     arguments = parser.parse_args()
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="kvsoak-") as name, LocalDaemon(directory=Path(name)) as daemon:
         with Client(daemon.target) as client:
             client.open_pool(PoolRequest(name=POOL, plan=plan_request(), backend="posix_shm"))

@@ -1,5 +1,6 @@
 """The processes of a chaos run: one daemon, K schedulers, a proxy between them, and what they all left behind."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import IO
 from kvhold.v1 import plan_pb2
 from kvhold_client.client import Client, PoolStatus
 from kvhold_client.errors import KvholdError
+from kvhold_client.leash import leashed
 from kvhold_client.pools import PoolRequest
 from kvhold_client.replay.counters import SharedCounters
 from tests.chaos.proxy import Proxy
@@ -23,6 +25,7 @@ POOL = "chaos"
 POOL_BYTES = 24 << 20  # about 1500 blocks: too few for all, so that blocks are evicted and sequences preempted
 MEMORY_BYTES = 96 << 20
 READY_TIMEOUT_S = 20.0
+CLONE_NEWNS = 0x00020000
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -208,11 +211,23 @@ class World:
             "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),  # restarts are timed: compile once
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=REPO)
+        command = leashed(module, *arguments)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, cwd=REPO)
 
     def _log_path(self, name: str) -> Path:
         return self.directory / f"{name}.log"
+
+
+def end_in_order() -> None:
+    """SIGTERM ends this program as an exception would: processes are ended, memory is given back. Of SIGKILL, which
+    nobody can answer, the leash of each child takes care."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def have_own_mounts() -> None:
+    """What this thread mounts from now on goes with its last process, even after SIGKILL. Needs the right to mount."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=False, capture_output=True)
 
 
 def _mount(path: Path) -> tuple[Path, bool]:

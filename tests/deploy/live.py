@@ -5,12 +5,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvhold_client.leash import leashed
 
 REPO = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 30.0
@@ -63,17 +64,21 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         process.kill()
         process.wait(timeout=10)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 @contextlib.contextmanager
 def daemon(directory: Path, *flags: str) -> Iterator[LiveDaemon]:
     """kvhold on a socket in `directory`, with short leases."""
     path, port = directory / "k.sock", free_port()
-    command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(path), "--metrics", f"127.0.0.1:{port}"]
+    command = leashed("kvhold_server", "serve", "--socket", str(path), "--metrics", f"127.0.0.1:{port}")
     command += ["--state-dir", str(directory), "--grace-period-s", "1", "--lease-ttl-s", "3", "--drain-deadline-s", "0"]
     command += ["--no-keep-pools"]  # nobody comes back to this directory
     log = (directory / "daemon.log").open("wb")
-    process = subprocess.Popen([*command, *flags], env=environment(), stderr=log, stdout=log, cwd=directory)
+    process = subprocess.Popen(
+        [*command, *flags], env=environment(), stdin=subprocess.PIPE, stderr=log, stdout=log, cwd=directory
+    )
     try:
         wait_for(f"http://127.0.0.1:{port}/readyz", process)
         yield LiveDaemon(f"unix:{path}", f"http://127.0.0.1:{port}", process)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,28 @@ def test_published_hit_totals_are_reproduced_to_the_token(
     assert found["num_skipped"] == expected["skipped"]
     assert found["num_hit_blocks"] == expected["hit_blocks"]
     assert found["num_full_blocks"] == expected["full_blocks"]
+
+
+def test_a_restart_of_the_daemon_is_in_the_report(own_trace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Sessions come back by themselves: without a line about it nobody would know that anything had happened."""
+    daemon = LocalDaemon("--grace-period-s", "8", directory=tmp_path_factory.mktemp("d"))
+    with daemon:
+        flags = ["--target", daemon.target, "--metrics-url", daemon.metrics_url, "--memory", "256MiB", "--limit", "40"]
+        flags += ["--max-prompt-tokens", "1500", "--max-output-tokens", "60", "--live", "2", "--step-ms", "10"]
+        command = [sys.executable, "-m", "kvhold_client", "replay", str(own_trace), *flags, "-o", "json"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        replay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        with Client(daemon.target) as client:
+            deadline = time.monotonic() + 30
+            while sum(session.last_step > 5 for session in client.list_sessions()) < 2:
+                assert replay.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        daemon.kill()
+        daemon.start()
+        out, said = replay.communicate(timeout=90)
+    assert replay.returncode == 0, said + out
+    found = json.loads(out)
+    assert found["num_reconnects"] >= 2, "one of each scheduler"
+    assert found["restarts"]["num_restarts"] == 1
+    assert found["restarts"]["outcome"] == "recovered" and found["restarts"]["num_recovered_blocks"] > 0
+    assert found["num_mismatches"] == 0 and found["agreements"] == []

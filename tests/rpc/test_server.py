@@ -6,7 +6,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvhold.v1 import event_pb2, plan_pb2, session_pb2
+from kvhold_client.leash import leashed
 from kvhold_server.app import Daemon
 from kvhold_server.rpc.server import AddressInUse, SocketClaim, SocketInUse, SocketPathTaken, SocketPathUnusable
 from tests.rpc.harness import RunningDaemon, refused, running
@@ -136,8 +136,8 @@ async def test_draining_refuses_new_sessions_and_lets_running_ones_finish(daemon
 
 def start_daemon(directory: Path, *flags: str) -> "subprocess.Popen[str]":
     environment = os.environ | {"PYTHONPATH": ":".join(str(REPO / part) for part in ("proto", "server", "client"))}
-    command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(directory / "k.sock"), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    command = leashed("kvhold_server", "serve", "--socket", str(directory / "k.sock"), *flags)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 20
     while not (directory / "k.sock").exists() and process.poll() is None:
         assert time.monotonic() < deadline

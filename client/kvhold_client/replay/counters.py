@@ -35,6 +35,9 @@ NAMES = (
     "bytes_verified",
     "mismatches",
     "silent_steps",
+    "reconnects",  # resumes of the session, whatever broke it
+    "daemon_restarts",  # those of them that met another daemon
+    "lost_sequences",  # that a restarted daemon could not give back
     "ready",
     "ended",
 )

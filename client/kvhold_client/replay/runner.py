@@ -8,13 +8,14 @@ rows 1 3 5 …  ─▶ scheduler 1 ───────────────
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold_client.client import Client, PoolStatus
+from kvhold_client.errors import Unreachable
+from kvhold_client.leash import leashed
 from kvhold_client.local_daemon import daemon_environment
 from kvhold_client.replay.counters import DONE, LIVE, SKIPPED, SharedCounters
 from kvhold_client.replay.metrics_page import MetricsPage, fetch_metrics
@@ -56,6 +57,17 @@ class KillReport:
     freed_after_s: float | None = None  # its session was gone, and its blocks free
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartReport:
+    """The daemon was replaced in the middle: what its successor began with, and what that cost."""
+
+    num_restarts: int  # that one scheduler met; several at once may have looked like one
+    outcome: str  # of the pool in the daemon of now: recovered or fresh
+    reason: str  # why it was fresh
+    num_recovered_blocks: int
+    num_lost_sequences: int  # admitted and computed again
+
+
 @dataclass(slots=True, kw_only=True)
 class ReplayResult:
     """What happened."""
@@ -71,6 +83,7 @@ class ReplayResult:
     max_call_tokens: int  # of the prompts that one call may admit
     kill: KillReport | None
     kill_was_asked: bool
+    restarts: RestartReport | None
     failures: list[str] = field(default_factory=list)
 
 
@@ -113,20 +126,35 @@ class Replay:
                 self._start(slot, first_row=slot, name=f"scheduler-{slot}")
             failures = self._watch(started)
         seconds = time.monotonic() - started
-        after = pool.status()
+        after, restarts = pool.status(), self._restarts()
         return ReplayResult(
             seconds=seconds,
             counters=self._counters,
             before=before,
             after=after,
             page_before=page_before,
-            page_after=self._settled_page(page_before),
+            page_after=self._settled_page(page_before) if restarts is None else None,
             num_rows=plan.num_rows,
             num_left_out=sum(state not in (DONE, SKIPPED) for state in self._counters.rows[: plan.num_rows]),
             max_call_tokens=MAX_HEADS * plan.limits.max_model_len_tokens,
             kill=self._kill,
             kill_was_asked=plan.kill_one_after_s is not None,
+            restarts=restarts,
             failures=failures,
+        )
+
+    def _restarts(self) -> RestartReport | None:
+        counters = self._counters
+        num_met = max(counters.get(slot, "daemon_restarts") for slot in range(counters.num_slots))
+        if not num_met:
+            return None
+        info = self._client.get_pool(self._plan.pool).info
+        return RestartReport(
+            num_restarts=num_met,
+            outcome=info.outcome,
+            reason=info.recovery_reason,
+            num_recovered_blocks=info.num_recovered_blocks,
+            num_lost_sequences=counters.total("lost_sequences"),
         )
 
     # ------------------------------------------------------------------------------------------------- processes
@@ -152,8 +180,8 @@ class Replay:
         self._logs[slot] = plan.directory / f"scheduler-{slot}.log"
         with self._logs[slot].open("wb") as log:
             self._processes[slot] = subprocess.Popen(
-                [sys.executable, "-m", "kvhold_client.replay.worker", str(path)],
-                stdin=subprocess.DEVNULL,
+                leashed("kvhold_client.replay.worker", str(path)),
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=daemon_environment(),
@@ -200,6 +228,8 @@ class Replay:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
 
     # --------------------------------------------------------------------------------------------------- the kill
     def _is_time_to_kill(self, elapsed_s: float) -> bool:
@@ -241,7 +271,11 @@ class Replay:
         kill = self._kill
         if kill is None or kill.freed_after_s is not None:
             return
-        if any(s.short_id == self._victim_session for s in self._client.list_sessions(self._plan.pool)):
+        try:
+            listed = self._client.list_sessions(self._plan.pool)
+        except Unreachable:
+            return  # between two daemons
+        if any(session.short_id == self._victim_session for session in listed):
             return  # it is listed as long as a block waits
         kill.freed_after_s = now_s - kill.at_s
 

@@ -56,6 +56,7 @@ class Scheduler:
         self._unit_tokens = session.shape.hash_block_size_tokens
         self._digests = UnitDigests(self._unit_tokens, session.shape.hash_size_bytes)
         self._by_sequence: dict[int, Request] = {}
+        self._epoch, self._boot_id = session.epoch, session.boot_id
 
     def run(self, rows: Iterable[tuple[int, TraceRow]]) -> None:
         """Feeds rows in as the queue empties, steps until all are done, and tells the daemon what is left to tell."""
@@ -71,7 +72,18 @@ class Scheduler:
                 time.sleep(self._limits.step_s)
             self._count("steps")
             self._count("step_ns", time.perf_counter_ns() - started)
+            self._notice_resumes()
         self.session.idle()
+        self._notice_resumes()
+
+    def _notice_resumes(self) -> None:
+        """The session comes back by itself; the report says how often it had to."""
+        session = self.session
+        if session.epoch == self._epoch:
+            return
+        self._count("reconnects", session.epoch - self._epoch)
+        self._count("daemon_restarts", session.boot_id != self._boot_id)
+        self._epoch, self._boot_id = session.epoch, session.boot_id
 
     def _arrive(self, row_index: int, row: TraceRow) -> None:
         """Queues a row. One that is longer than the model's length is skipped."""
@@ -153,6 +165,7 @@ class Scheduler:
             self.running.remove(request)
             self.table.preempt(request.sequence)
             self._to_the_head(request)
+            self._count("lost_sequences")
 
     def _admitted(self, admission: Admission) -> Request:
         request = self.waiting.popleft()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvhold_client.cli.console import Console
 from kvhold_client.cli.units import format_bytes, format_count, format_seconds, format_share
 from kvhold_client.replay.counters import percentile_s
-from kvhold_client.replay.runner import KillReport, ReplayResult
+from kvhold_client.replay.runner import KillReport, ReplayResult, RestartReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,8 @@ class Summary:
     agreements: tuple[Agreement, ...]
     kill: KillReport | None
     kill_was_asked: bool
+    num_reconnects: int
+    restarts: RestartReport | None  # None: one daemon served the whole run
     inherited_query_tokens: int
     inherited_hit_tokens: int
     failures: tuple[str, ...]
@@ -96,6 +98,8 @@ def summarize(result: ReplayResult, pool: str) -> Summary:
         agreements=tuple(_agreements(result, pool)),
         kill=result.kill,
         kill_was_asked=result.kill_was_asked,
+        num_reconnects=counters.total("reconnects"),
+        restarts=result.restarts,
         inherited_query_tokens=counters.total("inherited_query_tokens"),
         inherited_hit_tokens=counters.total("inherited_hit_tokens"),
         failures=tuple(result.failures),
@@ -151,6 +155,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     for name, text in rows:
         console.print(f"{name:<15} {text}")
     _print_kill(console, s)
+    _print_reconnects(console, s)
     for agreement in s.agreements:
         mark = console.styled("agrees", "green") if agreement.holds else console.styled("DIFFERS", "red")
         console.print(
@@ -191,6 +196,20 @@ def _bytes(s: Summary) -> str:
         return "none written (no memory behind this pool)"
     verdict = "every one as expected" if not s.num_mismatches else f"{s.num_mismatches} BLOCKS DIFFER"
     return f"{format_bytes(s.bytes_verified)} read back in {format_count(s.num_blocks_verified)} blocks: {verdict}"
+
+
+def _print_reconnects(console: Console, s: Summary) -> None:
+    if s.num_reconnects:
+        console.print(f"{'reconnects':<15} {format_count(s.num_reconnects)}: every session went on where it was")
+    restarts = s.restarts
+    if restarts is None:
+        return
+    times = f"{restarts.num_restarts} times" if restarts.num_restarts > 1 else "once"
+    kept = f"{restarts.outcome.upper()} with {format_count(restarts.num_recovered_blocks)} blocks"
+    why = f" ({restarts.reason})" if restarts.reason else ""
+    lost = f"{format_count(restarts.num_lost_sequences)} sequences lost and computed again"
+    console.print(f"{'daemon':<15} restarted {times}; its pool came back {kept}{why}; {lost}")
+    console.print(f"{'/metrics':<15} not compared: the daemon of now has not counted all of it")
 
 
 def _print_kill(console: Console, s: Summary) -> None:
