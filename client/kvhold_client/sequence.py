@@ -28,6 +28,7 @@ class Sequence:
         "is_known",
         "num_hashes",
         "num_hashes_sent",
+        "num_prompt_tokens",
         "num_tokens",
         "proven_tokens",
         "publish_step",
@@ -48,6 +49,7 @@ class Sequence:
         self.num_hashes = num_hashes
         self.num_hashes_sent = 0
         self.num_tokens = 0  # known tokens, as last said
+        self.num_prompt_tokens = 0  # as said when it asked to be admitted
         self.is_known = False  # the daemon remembers something of it
         self.released: list[int] = []  # leading entries that left the window, per group
         self.published_tokens = 0  # in step `publish_step`
@@ -77,6 +79,7 @@ class Sequence:
         return HeldSequence(
             sequence_id=self.sequence_id,
             num_tokens=max(self.num_tokens, 1),
+            num_prompt_tokens=self.num_prompt_tokens,
             publish_tokens=self.published_tokens if proven else self.proven_tokens,
             tables=self.tables,
             hashes=bytes(self.hashes[: self.num_hashes_sent * hash_size_bytes]),
@@ -93,6 +96,7 @@ class HeldSequence:
 
     sequence_id: int
     num_tokens: int
+    num_prompt_tokens: int
     publish_tokens: int
     tables: list[list[int]]
     hashes: bytes

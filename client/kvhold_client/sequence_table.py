@@ -131,6 +131,7 @@ class SequenceTable:
         self._admitting.append(sequence)
         self._admit_hashes.append(sequence.num_hashes)
         sequence.num_tokens = num_tokens
+        sequence.num_prompt_tokens = options.get("num_prompt_tokens") or num_tokens
 
     def finish(self, sequence: Sequence, *, computed_tokens: int = 0, fence_own: bool = False) -> None:
         """Queues the release of a sequence that is over; full blocks below `computed_tokens` are published first."""

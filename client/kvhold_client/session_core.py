@@ -80,6 +80,7 @@ class SessionCore:
             request.held.add(
                 sequence_id=sequence.sequence_id,
                 num_tokens=sequence.num_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
                 publish_tokens=sequence.publish_tokens,
                 num_blocks=[len(table) for table in sequence.tables],
                 block_ids=[block for table in sequence.tables for block in table],

@@ -170,14 +170,6 @@ def test_what_conflicts_is_lost_as_a_whole_and_changes_nothing(claim: HeldSequen
         assert pool.tables(session, 1) == [[5]] and pool.counts().held == 1
 
 
-def test_sequences_with_states_are_lost() -> None:
-    state = GroupConfig(kind=GroupKind.MAMBA, block_size_tokens=SIZE, mamba_mode=MambaMode.ALIGN)
-    pool = Pool(config((FULL, state)))
-    result = reassert(pool, pool.open_session(), [held(1, [5], tables=[[5], [6]])])
-    assert "states" in str(result.lost[1])
-    pool.check_invariants()
-
-
 class Daemon:
     """A pool with what would survive it: records, and each client's own view."""
 

@@ -5,15 +5,15 @@
                                         afterwards somebody may overwrite the bytes
                          ─▶ Cleared     all hashes are gone                        ─▶ a new generation of the table
 
-States, and hashes of prefixes that end inside a block, are not recorded. With checksums, all bytes of each recorded
-block are read.
+Hashes of prefixes that end inside a block are not recorded: their blocks are written on, and for states such a hash
+moves to a copy meanwhile. A state at the end of its block is final like any whole block. With checksums, all bytes of
+each recorded block are read.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvhold_server.domain.pool_config import GroupKind
 from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.page_checksums import BlockChecksums
 from kvhold_server.pool.pool import Pool
@@ -100,12 +100,11 @@ class BlockJournal:
     def _is_mixed(self) -> bool:
         """Whether some of what completes is not recorded."""
         config = self.pool.config
-        return any(g.kind is GroupKind.MAMBA or g.block_size_tokens != config.hash_unit_tokens for g in config.groups)
+        return any(group.block_size_tokens != config.hash_unit_tokens for group in config.groups)
 
     def _is_recordable(self, group: int, key_tokens: int) -> bool:
-        """Whole blocks only; and no states: their hashes move between blocks while the bytes are written on."""
-        config = self.pool.config.groups[group]
-        return config.kind is not GroupKind.MAMBA and not key_tokens % config.block_size_tokens
+        """Whole blocks only."""
+        return not key_tokens % self.pool.config.groups[group].block_size_tokens
 
     def _verify_block(self, group: int, block: int) -> None:
         assert self.checksums is not None

@@ -8,8 +8,15 @@
                                                 7 is recorded under h at this place: held, and shared
 
 A sequence is given back whole or not at all. It is lost where a block is somebody else's by now, or is recorded under
-another hash than the session believes, or where its kind remembers more than a table can say (states). Losing one is
-harmless: its session admits it again and hits what is recorded.
+another hash than the session believes. Losing one is harmless: its session admits it again and hits what is recorded.
+
+Sequences with states are given back, too. What their kind remembers beside the table is either plain from the table
+(the running state is its last entry, drafts' states follow it) or only about hashes that end inside a block, which
+nobody finds after a restart anyway. Nothing of theirs is published here: which token an unrecorded state stands for
+is known only to the step that wrote it.
+
+    table said   [0 0 a b c b' c']    drafts' blocks b c moved along: the client may still have them at both places
+    table held   [0 0 a 0 0 b' c']    offered: up to the running state, and what is recorded behind
 """
 
 from __future__ import annotations
@@ -162,7 +169,8 @@ def reassert(pool: Pool, session: int, held: Iterable[HeldSequence]) -> Reassert
             lost[said.sequence_id] = error
             continue
         claimed |= _hold(pool, owner, said)
-        pool.groups.publish(owner.sequences[said.sequence_id], said.publish_tokens, pool._turn(owner))
+        if not pool.groups.has_states:  # else its next step publishes what is missing
+            pool.groups.publish(owner.sequences[said.sequence_id], said.publish_tokens, pool._turn(owner))
     pool.store.free.remove_plain(claimed)
     pool.store.version += 1
     return Reasserted(lost=lost, completed=pool.complete(session, owner.step))
@@ -179,13 +187,12 @@ def _check(pool: Pool, owner: PoolSession, said: HeldSequence, claimed: set[int]
         raise refuse("it is named twice")
     if len(said.tables) != len(config.groups):
         raise refuse(f"{len(said.tables)} tables for {len(config.groups)} groups")
-    if pool.groups.has_states:
-        raise refuse("its states are not recorded")
-    blocks = [block for table in said.tables for block in table if block]
+    tables = _tables(pool, said)
+    blocks = [block for table in tables for block in table if block]
     if len(set(blocks)) < len(blocks):
         raise refuse("a block stands in it twice")
     sequence = _sequence(pool, said)
-    for policy, table in zip(pool.groups.policies, said.tables, strict=True):
+    for policy, table in zip(pool.groups.policies, tables, strict=True):
         view = sequence.block_hashes(policy.stride) if policy.config.prefix_cacheable else []
         for i, block in enumerate(table):
             if not block:
@@ -205,27 +212,27 @@ def _hold(pool: Pool, owner: PoolSession, said: HeldSequence) -> set[int]:
     store = pool.store
     sequence = owner.sequences[said.sequence_id] = _sequence(pool, said)
     unrecorded: set[int] = set()
-    for policy, table in zip(pool.groups.policies, said.tables, strict=True):
-        sequence.tables[policy.gid] = list(table)
+    for policy, table in zip(pool.groups.policies, _tables(pool, said), strict=True):
+        sequence.tables[policy.gid] = table
         recorded = [block for block in table if block and store.key_of[block] is not None]
         store.hold(recorded)
         plain = {block for block in table if block and store.key_of[block] is None}
         for block in plain:
             store.refs[block] = 1
         unrecorded |= plain
-        offered = 0
-        while offered < len(table) and table[offered] not in plain:
-            offered += 1
-        sequence.offered[policy.gid] = offered
-        for block in table[offered:]:
-            if block and block not in plain:
-                store.drop_keys(block)  # behind a gap: published again with what comes before it
+        policy.take_up(sequence)
     return unrecorded
+
+
+def _tables(pool: Pool, said: HeldSequence) -> list[list[int]]:
+    return [policy.as_held(table) for policy, table in zip(pool.groups.policies, said.tables, strict=True)]
 
 
 def _sequence(pool: Pool, said: HeldSequence) -> Sequence:
     sequence = Sequence(said.sequence_id, len(pool.config.groups))
     sequence.hashes = list(said.hashes)
     sequence.num_tokens = said.num_tokens
-    sequence.num_prompt_tokens = said.num_prompt_tokens or said.num_tokens
+    # Who does not say where the prompt ends must not have a state taken for the one at its end: that end is past, then.
+    unsaid = max(said.publish_tokens, 1) if pool.groups.has_states else said.num_tokens
+    sequence.num_prompt_tokens = said.num_prompt_tokens or unsaid
     return sequence

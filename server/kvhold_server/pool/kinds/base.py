@@ -8,6 +8,8 @@ growth     release_skipped  blocks that left the window               (A4)
            need_growth      blocks to draw                            (A5)
            grow             draw them                                 (A7)
 publish    publish          offer full blocks to the index            (A8)
+restart    as_held          a table that a client says it holds, as the kind keeps it
+           take_up          it is held again: what of it was offered, and what the kind remembers
 """
 
 from __future__ import annotations
@@ -264,3 +266,19 @@ class GroupPolicy:
                     num_duplicates=duplicates,
                 )
             )
+
+    # --------------------------------------------------------------- restart
+    def as_held(self, table: list[int]) -> list[int]:
+        """What a client says after a restart, as this kind keeps it."""
+        return list(table)
+
+    def take_up(self, sequence: Sequence) -> None:
+        """Its table is held again. Hashes behind a gap are dropped: they are published again with what fills it."""
+        table, key_of = sequence.tables[self.gid], self.store.key_of
+        offered = 0
+        while offered < len(table) and (not table[offered] or key_of[table[offered]] is not None):
+            offered += 1
+        sequence.offered[self.gid] = offered
+        for block in table[offered:]:
+            if block:
+                self.store.drop_keys(block)

@@ -282,3 +282,21 @@ class AlignedMambaPolicy(MambaPolicy):
         turn.output.hand_offs.append(
             HandOff(sequence_id=sequence.sequence_id, group=self.gid, block=block, boundary_tokens=tokens)
         )
+
+    # --------------------------------------------------------------- restart
+    def as_held(self, table: list[int]) -> list[int]:
+        """A draft's block stands where it was moved last; its client need not have noticed."""
+        last = {block: i for i, block in enumerate(table)}
+        return [block if last[block] == i else 0 for i, block in enumerate(table)]
+
+    def take_up(self, sequence: Sequence) -> None:
+        """The running state is the table's last entry, drafts follow. Nothing before it is offered again: it may be a
+        state that the kernel exported inside its block.
+        """
+        table = sequence.tables[self.gid]
+        self._states(sequence).is_allocated = True
+        offered = max(len(table) - 1 - self.num_spec, 0)
+        for i in range(offered, len(table)):
+            if self.store.key_of[table[i]] is not None:
+                offered = i + 1
+        sequence.offered[self.gid] = offered
