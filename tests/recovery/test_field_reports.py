@@ -124,7 +124,7 @@ def test_dmn_05_cleaning_up_costs_what_the_client_held_not_what_the_pool_holds()
     cached = list(range(1000, num_blocks))
     hashes = [block.to_bytes(16, "big") for block in cached]
     tokens = array("i", [16]) * len(cached)
-    columns = RecordedBlocks(blocks=cached, groups=[0] * len(cached), hashes=hashes, key_tokens=tokens, order=cached)
+    columns = RecordedBlocks(blocks=cached, groups=[0] * len(cached), hashes=hashes, key_tokens=tokens)
     restore_cached(pool, columns)
     session = pool.open_session()
     pool.admit(session, 1, num_tokens=1600, token_budget=1600, hashes=[b"own %12d" % i for i in range(100)])

@@ -8,7 +8,7 @@ import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached
+from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached, restore_order
 from kvhold_server.pool.values import Completed, Removed
 
 SIZE = 4
@@ -33,15 +33,14 @@ def hashes(name: str, num: int) -> list[bytes]:
     return [f"{name}{i}".encode().ljust(8) for i in range(num)]
 
 
-def recorded(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> RecordedBlocks:
-    """(block, group, hash, tokens) each, least recently used first."""
+def recorded(*rows: tuple[int, int, bytes, int]) -> RecordedBlocks:
+    """(block, group, hash, tokens) each."""
     ascending = sorted(rows)
     return RecordedBlocks(
         blocks=[row[0] for row in ascending],
         groups=[row[1] for row in ascending],
         hashes=[row[2] for row in ascending],
         key_tokens=array("i", [row[3] for row in ascending]),
-        order=order or [row[0] for row in rows],
     )
 
 
@@ -61,7 +60,8 @@ def held(
 
 def restored(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> Pool:
     pool = Pool(config())
-    assert restore_cached(pool, recorded(*rows, order=order)) == []
+    assert restore_cached(pool, recorded(*rows)) == []
+    restore_order(pool, order or [row[0] for row in rows])
     pool.check_invariants()
     return pool
 
@@ -99,7 +99,7 @@ def test_one_hash_may_be_recorded_for_several_blocks() -> None:
 def test_records_that_this_pool_has_no_place_for_are_refused() -> None:
     pool = Pool(config(num_reserved_low_blocks=4))
     rows = [(4, 0, b"reserved", 4), (40, 0, b"beyond--", 4), (9, 1, b"group---", 4), (8, 0, b"fine----", 4)]
-    assert restore_cached(pool, recorded(*rows, order=[4, 40, 9, 8])) == [4, 40, 9]
+    assert restore_cached(pool, recorded(*rows)) == [4, 40, 9]
     assert pool.counts().cached == 1
     pool.check_invariants()
 
@@ -220,6 +220,7 @@ def test_a_crash_at_any_time_loses_no_completed_prefix_and_no_table(seed: int, g
     rows = [(block, *record) for block, record in daemon.records.items()]
     after = Pool(config(groups))
     assert restore_cached(after, recorded(*rows)) == []
+    restore_order(after, [row[0] for row in rows])
     after.check_invariants()
     for index in choice.sample([0, 1], 2):
         session = after.open_session()

@@ -22,9 +22,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from kvhold_server.memory.block_table_header import (
     CHECKSUM_OFFSET,
@@ -34,22 +34,16 @@ from kvhold_server.memory.block_table_header import (
     header_checksum,
     read_header,
 )
-from kvhold_server.memory.chosen_blocks import Chosen
 from kvhold_server.memory.errors import RegionMismatch
 from kvhold_server.memory.mapped_file import MappedFile
 from kvhold_server.memory.record_checksum import best_kind, checksum_of
 from kvhold_server.memory.recovery_errors import BlockTableUnusable
+from kvhold_server.memory.table_records import BODY_OFFSET, WORD, RecordReader, Records, Verdict, body_struct
 
 T = TypeVar("T")
 
 MAX_HASH_BYTES: Final = 64
 FIRST_GENERATION: Final = 1
-_BODY_OFFSET: Final = 16
-_WORD: Final = 8
-_TOKENS_OFFSET: Final = 8  # in the body, after the checksum of the block's bytes
-_GENERATION_OFFSET: Final = 12
-_GROUP_OFFSET: Final = 16
-_HASH_OFFSET: Final = 24
 
 # Places between two stores, for tests that stop the daemon there (see kvhold_server/failpoints.py).
 RECORD_VOIDED: Final = "block_table.record_voided"
@@ -95,7 +89,7 @@ class BlockTable:
         self._header = header
         self._checksum = checksum
         self._hit = hit
-        self._body = _body_struct(header.hash_size_bytes)
+        self._body = body_struct(header.hash_size_bytes)
         self._stamp = 1
 
     @classmethod
@@ -151,6 +145,11 @@ class BlockTable:
         return cls(file, header, hit)
 
     @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._file.path
+
+    @property
     def generation(self) -> int:
         """The content generation that counts."""
         return self._header.generation
@@ -183,7 +182,7 @@ class BlockTable:
             if hit is not None:
                 hit(RECORD_VOIDED)
             body = pack(bytes_sum, tokens, generation, group, 0, 0, digest)
-            buffer[offset + _BODY_OFFSET : offset + _BODY_OFFSET + body_size] = body
+            buffer[offset + BODY_OFFSET : offset + BODY_OFFSET + body_size] = body
             words[word + 1] = stamp
             if hit is not None:
                 hit(RECORD_WRITTEN)
@@ -196,7 +195,7 @@ class BlockTable:
     def forget(self, blocks: Iterable[int]) -> None:
         """Voids records, whole or not: these blocks' bytes are about to change, or are in doubt."""
         words, hit, num_blocks = self._file.words, self._hit, self._header.num_blocks
-        first, step = RECORDS_OFFSET // _WORD, self._header.record_size_bytes // _WORD
+        first, step = RECORDS_OFFSET // WORD, self._header.record_size_bytes // WORD
         for block in blocks:
             assert 0 < block < num_blocks
             words[first + block * step] = 0
@@ -206,7 +205,7 @@ class BlockTable:
     def touch(self, blocks: Iterable[int]) -> None:
         """These blocks were used now, in this order; only the order after a recovery depends on it."""
         words, stamp = self._file.words, self._stamp
-        first, step = RECORDS_OFFSET // _WORD + 1, self._header.record_size_bytes // _WORD
+        first, step = RECORDS_OFFSET // WORD + 1, self._header.record_size_bytes // WORD
         for block in blocks:
             words[first + block * step] = stamp
             stamp += 1
@@ -226,32 +225,35 @@ class BlockTable:
             )
 
     def scan(self) -> RecoveredBlocks:
-        """Reads all records; torn and outdated ones are voided on the way. A million in well under a second.
-
-        No statement here runs once a block: whole columns go through functions that are written in C.
-        """
+        """Reads all records; torn and outdated ones are voided on the way. A million in about a second."""
         with garbage_collection_paused():
-            said = self._numbers("Q", 0)
-            chosen = Chosen.of(said)  # the rest says nothing
-            torn = self._torn(chosen, said)
-            outdated = self._outdated(chosen, set(torn))
-            if torn or outdated:
-                self.forget(filter(None, chain(torn, outdated)))
-                for block in chain(torn, outdated):
-                    said[block] = 0
-                chosen = Chosen.of(said)
-            stamp_of = self._numbers("Q", _WORD)
-            self._stamp = max(chosen.among(stamp_of), default=0) + 1
-            return RecoveredBlocks(
-                blocks=chosen.blocks,
-                groups=chosen.among(self._numbers("H", _BODY_OFFSET + _GROUP_OFFSET)),
-                hashes=list(self._parts(_HASH_OFFSET, self._header.hash_size_bytes, chosen)),
-                key_tokens=chosen.among(self._numbers("i", _BODY_OFFSET + _TOKENS_OFFSET)),
-                bytes_checksums=chosen.among(self._numbers("Q", _BODY_OFFSET)),
-                order=_in_order(chosen, stamp_of),
-                num_torn=len(torn),
-                num_old_generation=len(outdated),
-            )
+            return self.settle(self.records(), self.verdict())
+
+    def records(self) -> Records:
+        """What the records say, whole or not. Changes nothing."""
+        return RecordReader(memoryview(self._file.bytes), self._header).records()
+
+    def verdict(self) -> Verdict:
+        """Whether that may be believed; SecondLook answers the same from another process. Changes nothing."""
+        return RecordReader(memoryview(self._file.bytes), self._header).verdict()
+
+    def settle(self, records: Records, verdict: Verdict) -> RecoveredBlocks:
+        """What may be believed, of records that nobody changed in between; the others are voided."""
+        torn = set(verdict.torn)
+        outdated = [block for block in records.outdated if block not in torn]
+        self.forget(filter(None, chain(torn, outdated)))
+        self._stamp = verdict.newest_stamp + 1
+        kept = [block not in torn for block in records.blocks] if torn else None
+        return RecoveredBlocks(
+            blocks=_kept(records.blocks, kept),
+            groups=_kept_items(records.groups, kept),
+            hashes=_kept(records.hashes, kept),
+            key_tokens=_kept_items(records.key_tokens, kept),
+            bytes_checksums=_kept_items(records.bytes_checksums, kept),
+            order=verdict.order,
+            num_torn=len(torn),
+            num_old_generation=len(outdated),
+        )
 
     def close(self) -> None:
         """Unmaps; the file stays for the next daemon."""
@@ -262,44 +264,10 @@ class BlockTable:
         self._file.path.unlink(missing_ok=True)
         self.close()
 
-    def _torn(self, chosen: "Chosen", said: "array[int]") -> list[int]:
-        """Blocks whose record is not the one that its checksum was taken of; block 0 has no record."""
-        blocks, expected = chosen.blocks, chosen.among(said)
-        found = array("Q", map(self._checksum, self._parts(0, self._body.size, chosen), blocks))
-        if found == expected and not said[0]:
-            return []
-        rows = zip(blocks, found, expected, strict=True)
-        return [block for block, right, word in rows if word != (right or 1) or not block]
-
-    def _outdated(self, chosen: "Chosen", torn: set[int]) -> list[int]:
-        """Blocks whose record is whole, and of a content generation that does not count any more."""
-        current = self._header.generation & 0xFFFFFFFF
-        generations = chosen.among(self._numbers("I", _BODY_OFFSET + _GENERATION_OFFSET))
-        if generations.count(current) == len(generations):
-            return []
-        rows = zip(chosen.blocks, generations, strict=True)
-        return [block for block, generation in rows if generation != current and block not in torn]
-
-    def _parts(self, offset: int, size_bytes: int, chosen: "Chosen") -> Iterator[bytes]:
-        """So many bytes of the bodies of those records, in order."""
-        before, record_size = _BODY_OFFSET + offset, self._header.record_size_bytes
-        record = struct.Struct(f"{before}x{size_bytes}s{record_size - before - size_bytes}x")
-        if not chosen.blocks:
-            return iter(())
-        first, last = chosen.blocks[0], chosen.blocks[-1]
-        records = memoryview(self._file.bytes)[RECORDS_OFFSET:][first * record_size : (last + 1) * record_size]
-        return chain.from_iterable(chosen.within(record.iter_unpack(records)))
-
-    def _numbers(self, item_format: Literal["H", "I", "Q", "i"], offset: int) -> "array[int]":
-        """One field of all records, without an object for each: filling fresh memory is what takes the time here."""
-        items = memoryview(self._file.bytes).cast(item_format)
-        step = self._header.record_size_bytes // items.itemsize
-        return array(item_format, items[(RECORDS_OFFSET + offset) // items.itemsize :: step].tobytes())
-
     def _update_header(self, *, generation: int, content: bytes, is_clean: bool) -> None:
         updated = self._header.next(generation=generation, content=content, is_clean=is_clean)
         packed, hit, offset = updated.pack(), self._hit, updated.slot_offset
-        word = (offset + CHECKSUM_OFFSET) // _WORD
+        word = (offset + CHECKSUM_OFFSET) // WORD
         self._file.words[word] = 0
         if hit is not None:
             hit(HEADER_VOIDED)
@@ -314,16 +282,12 @@ class BlockTable:
 
 def record_size_bytes(hash_size_bytes: int) -> int:
     """Of one record; a multiple of eight."""
-    return -(-(_BODY_OFFSET + _body_struct(hash_size_bytes).size) // _WORD) * _WORD
+    return -(-(BODY_OFFSET + body_struct(hash_size_bytes).size) // WORD) * WORD
 
 
 def table_size_bytes(num_blocks: int, hash_size_bytes: int) -> int:
     """Of the whole file."""
     return RECORDS_OFFSET + num_blocks * record_size_bytes(hash_size_bytes)
-
-
-def _body_struct(hash_size_bytes: int) -> struct.Struct:
-    return struct.Struct(f"=QIIHHI{hash_size_bytes}s")
 
 
 def _problem(
@@ -349,22 +313,12 @@ def _problem(
     return next((BlockTableUnusable(word, what) for word, what, is_different in differs if is_different), None)
 
 
-def _in_order(chosen: Chosen, stamp_of: "array[int]") -> list[int]:
-    """Blocks by stamp, of which there is one for each block of the table; equal stamps by id.
+def _kept(column: list[T], kept: list[bool] | None) -> list[T]:
+    return column if kept is None else list(compress(column, kept))
 
-    Stamps are nearly dense where blocks were all used lately: then a place for each is quicker than sorting. The places
-    are an array, not a list, because they are written in random order: it is smaller, and counts no references.
-    """
-    blocks, stamps = chosen.blocks, chosen.among(stamp_of)
-    low, high = min(stamps, default=0), max(stamps, default=0)
-    if high - low <= 4 * len(blocks):
-        places = array("I", bytes(array("I").itemsize * (high - low + 1)))
-        for block, stamp in zip(blocks, stamps, strict=True):
-            places[stamp - low] = block
-        order = list(filter(None, places))
-        if len(order) == len(blocks):  # else two had the same place
-            return order
-    return sorted(blocks, key=stamp_of.__getitem__)
+
+def _kept_items(column: "array[int]", kept: list[bool] | None) -> "array[int]":
+    return column if kept is None else array(column.typecode, compress(column, kept))
 
 
 @contextmanager

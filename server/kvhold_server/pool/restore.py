@@ -91,7 +91,6 @@ class RecordedBlocks:
     groups: SequenceOf[int]
     hashes: list[bytes]
     key_tokens: array[int]  # of C's int, as a pool keeps them: length of the prefix that the hash stands for
-    order: list[int]  # the same blocks, least recently used first
 
     def by_group(self) -> Iterator[tuple[int, _Rows]]:
         """Rows of each group; the columns themselves where there is only one."""
@@ -106,7 +105,7 @@ class RecordedBlocks:
 
 
 def restore_cached(pool: Pool, recorded: RecordedBlocks) -> list[int]:
-    """Makes recorded blocks findable in a pool that nobody uses yet.
+    """Makes recorded blocks findable in a pool that nobody uses yet; `restore_order` says in which order they go.
 
     Returns blocks that were not taken, because this pool has no place for them. O(blocks of the pool).
     """
@@ -121,14 +120,21 @@ def restore_cached(pool: Pool, recorded: RecordedBlocks) -> list[int]:
             refused += sorted(set(rows.blocks).difference(taken.blocks))
         if taken.blocks:
             _publish(store, group, taken)
-    key_of, order = store.key_of, recorded.order
-    cached = [block for block in order if block < end and key_of[block] is not None] if refused else order
-    is_full = len(cached) == end - first
-    store.free.refill([] if is_full else [block for block in range(first, end) if key_of[block] is None], cached)
-    store.num_cached = len(cached)
+    store.num_cached = len(recorded.blocks) - len(refused)
     store.has_others = True
     store.version += 1
+    restore_order(pool, recorded.blocks)
     return refused
+
+
+def restore_order(pool: Pool, order: list[int]) -> None:
+    """In which order the restored blocks are given away: least recently used first, behind those without a hash."""
+    store, config = pool.store, pool.config
+    first, end, key_of = 1 + config.num_reserved_low_blocks, config.num_blocks, pool.store.key_of
+    is_full = store.num_cached == end - first
+    cached = order if len(order) == store.num_cached else [b for b in order if b < end and key_of[b] is not None]
+    assert len(cached) == store.num_cached, "it names all that were restored"
+    store.free.refill([] if is_full else [block for block in range(first, end) if key_of[block] is None], cached)
 
 
 def _publish(store: BlockStore, group: int, rows: _Rows) -> None:
