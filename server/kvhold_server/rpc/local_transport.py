@@ -34,6 +34,7 @@ from kvhold.v1 import block_pb2 as pb
 from kvhold_server.domain.errors import KvholdError, PreconditionFailed
 from kvhold_server.node.recovering import PoolRecovering
 from kvhold_server.node.telemetry import MethodStats, Telemetry
+from kvhold_server.rpc.fd_peer import BACKLOG
 from kvhold_server.rpc.interceptors import MalformedMessage, MessageTooLarge, UnexpectedFault
 from kvhold_server.rpc.services.blocks import BlockService
 from kvhold_server.rpc.status import to_wire
@@ -128,7 +129,7 @@ class LocalTransport:
             os.umask(old_umask)
         if self._gid is not None:
             os.chown(self.path, -1, self._gid)
-        listener.listen(128)
+        listener.listen(BACKLOG)  # after a restart all schedulers come at once
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
