@@ -115,12 +115,7 @@ class FdChannel:
 
     async def start(self) -> None:
         """Binds. A socket left by a dead daemon is replaced; a live one raises SocketInUse."""
-        self._listener = listen(
-            self.path,
-            mode=self.options.mode,
-            group_gid=self.options.group_gid,
-            backlog=min(128, self.options.max_connections),
-        )
+        self._listener = listen(self.path, mode=self.options.mode, group_gid=self.options.group_gid)
         self._accepting = asyncio.create_task(self._accept_forever(self._listener), name="fd-channel")
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from kvhold_server.domain.errors import PreconditionFailed
 
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERGROUPS = 59
+BACKLOG = 65_535  # connections that nobody has accepted yet; the kernel takes it down to net.core.somaxconn
 _MAX_GROUPS_BYTES = 1024  # the most that Python asks the kernel for: 256 groups
 
 
@@ -80,7 +81,7 @@ def _peer_groups(connection: socket.socket) -> frozenset[int]:
     return frozenset(struct.unpack(f"{len(raw) // 4}I", raw[: len(raw) // 4 * 4]))
 
 
-def listen(path: Path, *, mode: int, group_gid: int, backlog: int) -> socket.socket:
+def listen(path: Path, *, mode: int, group_gid: int) -> socket.socket:
     """Binds, replacing a socket whose daemon is dead. `group_gid` −1: leave the group. Raises SocketInUse."""
     _remove_dead_socket(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -93,7 +94,7 @@ def listen(path: Path, *, mode: int, group_gid: int, backlog: int) -> socket.soc
         if group_gid >= 0:
             os.chown(path, -1, group_gid)
         os.chmod(path, mode)
-        listener.listen(backlog)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise SocketInUse(str(path), f"{error.strerror or error}") from error
