@@ -281,6 +281,7 @@ def _open_state(config: ServerConfig, boot_id: str, hit: Callable[[str], None] |
         boot_id=boot_id,
         max_sessions=config.limits.max_sessions,
         max_workers=config.limits.max_exports,
+        max_tenants=config.limits.max_tenants,
         hit=hit,
     )
 

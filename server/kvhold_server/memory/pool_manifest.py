@@ -2,6 +2,7 @@
 
     <state directory>/pools/<pool, percent-encoded>.json      how it was asked for, and which files hold its bytes
     <state directory>/pools/<pool, percent-encoded>.blocks    its block table
+    <state directory>/pools/<pool, percent-encoded>.quotas    its tenants' quotas, if there ever were any
 
 The request is opaque here: the shell stores the message that opened the pool and opens it again from that.
 """
@@ -63,6 +64,10 @@ class ManifestDirectory:
         """Where the pool's block table lies."""
         return self.path / f"{_encoded(name)}.blocks"
 
+    def quotas_path(self, name: PoolName) -> Path:
+        """Where the quotas of the pool's tenants lie."""
+        return self.path / f"{_encoded(name)}.quotas"
+
     def save(self, manifest: PoolManifest) -> None:
         """Whole or not at all, whenever the process dies. Raises SystemCallFailed (disk full: the old one stays)."""
         path = self._manifest_path(manifest.name)
@@ -95,10 +100,12 @@ class ManifestDirectory:
         except ManifestUnreadable:
             return None
 
-    def delete(self, name: PoolName) -> None:
-        """The pool is gone; first what names it, then its table."""
+    def delete(self, name: PoolName, *, keep_quotas: bool = False) -> None:
+        """The pool is gone; first what names it, then what belongs to it."""
         self._manifest_path(name).unlink(missing_ok=True)
         self.table_path(name).unlink(missing_ok=True)
+        if not keep_quotas:
+            self.quotas_path(name).unlink(missing_ok=True)
 
     def _manifest_path(self, name: PoolName) -> Path:
         return self.path / f"{_encoded(name)}{SUFFIX}"

@@ -31,4 +31,5 @@ def put_together(
         recovery=replace(made.recovery, duration_s=now_s - opening.begun_at_s),
         events=events,
         annotations=annotations,
+        quotas=made.quotas,
     )

@@ -329,9 +329,9 @@ class Node:
         return evict(self.pool(name), block_ids)
 
     def set_quota(self, name: str, tenant: str, max_held_blocks: int) -> int:
-        """Bounds a tenant; 0: no longer. Returns what it holds now. Raises TooManyTenants."""
+        """Bounds a tenant; 0: no longer. Returns what it holds now. Raises TooManyTenants, ShmTooSmall, ..."""
         live = self.pool(name)
-        change_quota(live, tenant, max_held_blocks, self.limits.max_tenants)
+        change_quota(live, tenant, max_held_blocks, self.limits.max_tenants, self.warm)
         return held_by_tenant(live, self.sessions, tenant)
 
     # ------------------------------------------------------------------- drain

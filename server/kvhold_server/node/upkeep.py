@@ -7,6 +7,7 @@ from itertools import islice
 from kvhold_server.node.errors import TooManyTenants
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.live_pool import LivePool
+from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pool.errors import BlocksInUse
 from kvhold_server.sessions.session import Session
 
@@ -50,11 +51,15 @@ def new_generation(live: LivePool, content: ContentIdentity) -> tuple[int, int]:
     return live.content_generation, num_fenced
 
 
-def change_quota(live: LivePool, tenant: str, max_held_blocks: int, max_tenants: int) -> None:
-    """Bounds a tenant; 0: no longer. Raises TooManyTenants."""
-    if not max_held_blocks:
-        live.quotas.pop(tenant, None)
-    elif tenant not in live.quotas and len(live.quotas) >= max_tenants:
+def change_quota(live: LivePool, tenant: str, max_held_blocks: int, max_tenants: int, warm: WarmRestart | None) -> None:
+    """Bounds a tenant; 0: no longer. A successor knows it before anybody here does. Raises TooManyTenants; ShmTooSmall,
+    SystemCallFailed if it could not be told; then nothing has changed.
+    """
+    if max_held_blocks and tenant not in live.quotas and len(live.quotas) >= max_tenants:
         raise TooManyTenants(live.name, len(live.quotas), max_tenants)
-    else:
+    if warm is not None and live.journal is not None:
+        warm.set_quota(live.name, tenant, max_held_blocks)
+    if max_held_blocks:
         live.quotas[tenant] = max_held_blocks
+    else:
+        live.quotas.pop(tenant, None)

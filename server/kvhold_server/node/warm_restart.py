@@ -2,12 +2,13 @@
 
     <state directory>/pools/x.json      how pool x was asked for, its regions' files         PoolManifest
     <state directory>/pools/x.blocks    a record per block of it                             BlockTable
+    <state directory>/pools/x.quotas    what its tenants may hold, once that is bounded      QuotaRecords
     <state directory>/sessions          open sessions: ids, epochs, digests of tokens        SessionRecords
     <state directory>/workers           processes that map a pool writably                   WorkerRecords
 
     made       regions reserved ─▶ table created ─▶ manifest saved ─▶ the pool is answered
     restart    manifest read ─▶ regions adopted ─▶ table scanned ─▶ pool filled ─▶ sessions may resume
-    deleted    manifest and table deleted ─▶ regions released
+    deleted    manifest, table, quotas deleted ─▶ regions released
 
 Only named memory outlives a daemon; pools elsewhere have no journal. Whatever does not fit is dropped with the reason,
 and the pool begins fresh.
@@ -16,7 +17,7 @@ and the pool begins fresh.
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvhold_server.domain.ids import PoolName
@@ -27,6 +28,7 @@ from kvhold_server.memory.block_table_header import TableIdentity, identity_dige
 from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
 from kvhold_server.memory.process_identity import start_ticks
+from kvhold_server.memory.quota_records import QuotaRecords
 from kvhold_server.memory.recovery_errors import RecordsFull
 from kvhold_server.memory.second_look import SecondLook
 from kvhold_server.memory.session_records import SessionRecord, SessionRecords, WorkerRecord, WorkerRecords
@@ -40,6 +42,8 @@ from kvhold_server.pool.restore import RecordedBlocks, restore_cached, restore_o
 from kvhold_server.sessions.session import EndCause, Session
 from kvhold_server.sessions.worker_watch import Watch, WatchId
 
+MAX_TENANTS = 1024  # with quotas, a pool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadePool:
@@ -48,6 +52,7 @@ class MadePool:
     pool: Pool
     journal: BlockJournal | None
     recovery: RecoveryReport
+    quotas: dict[str, int] = field(default_factory=dict)  # tenant → blocks
 
 
 class WarmRestart:
@@ -60,6 +65,7 @@ class WarmRestart:
         boot_id: str,
         max_sessions: int,
         max_workers: int,
+        max_tenants: int = MAX_TENANTS,
         hit: Callable[[str], None] | None = None,
     ) -> None:
         """Reads what a former daemon left. Raises OSError, ShmTooSmall, SystemCallFailed."""
@@ -74,11 +80,15 @@ class WarmRestart:
         self.lost: dict[PoolName, tuple[str, str]] = {}  # pools that could not be offered again → reason, detail
         self._boot_id = boot_id
         self._hit = hit
+        self._max_tenants = max_tenants
+        self._quotas: dict[PoolName, QuotaRecords] = {}  # files that are open: of pools that have quotas
 
     # ------------------------------------------------------------------- pools
     def make(self, opening: Opening, backend: MemoryBackend, regions: Sequence[Region]) -> MadePool:
         """A fresh pool with an empty table, in place of whatever the name had. Slow (files); touches nothing shared."""
         command = opening.command
+        if command.name not in self.lost:  # else it is the same pool to its operators, without its cache
+            self.manifests.quotas_path(command.name).unlink(missing_ok=True)
         reason, detail = self.lost.pop(command.name, (opening.fresh_reason, opening.fresh_detail))
         pool = Pool(opening.config)
         if not is_persistent(command, backend):
@@ -95,9 +105,8 @@ class WarmRestart:
         )
         self.manifests.save(manifest)
         journal = _journal(command, pool, table, backend, regions)
-        return MadePool(
-            pool=pool, journal=journal, recovery=RecoveryReport(outcome="fresh", reason=reason, detail=detail)
-        )
+        report = RecoveryReport(outcome="fresh", reason=reason, detail=detail)
+        return MadePool(pool=pool, journal=journal, recovery=report, quotas=self.quotas(command.name))
 
     def recover(self, opening: Opening, backend: MemoryBackend, regions: Sequence[Region]) -> MadePool:
         """The pool as a former daemon recorded it. Raises BlockTableUnusable."""
@@ -137,8 +146,42 @@ class WarmRestart:
 
     def forget_pool(self, name: PoolName) -> None:
         """The pool is deleted: its name is new again."""
+        self._close_quotas(name)
         self.manifests.delete(name)
         self.lost.pop(name, None)
+
+    def give_up(self, name: PoolName, reason: str, detail: str) -> None:
+        """The pool's cache is lost through nobody's wish: who opens it next is told why, and its quotas hold on."""
+        self._close_quotas(name)
+        self.manifests.delete(name, keep_quotas=True)
+        self.lost[name] = (reason, detail)
+
+    # ------------------------------------------------------------------ quotas
+    def quotas(self, name: PoolName) -> dict[str, int]:
+        """What a former daemon was told that tenants may hold of the pool. Raises ShmTooSmall, SystemCallFailed."""
+        path = self.manifests.quotas_path(name)
+        if not path.exists():
+            return {}
+        self._quotas[name], former = QuotaRecords.open(path, max_tenants=self._max_tenants, hit=self._hit)
+        return former
+
+    def set_quota(self, name: PoolName, tenant: str, max_held_blocks: int) -> None:
+        """From the return on a successor knows it; 0: unbounded. Raises RecordsFull, ShmTooSmall, SystemCallFailed."""
+        records = self._quotas.get(name)
+        if not max_held_blocks:
+            if records is not None:
+                records.drop(tenant)
+            return
+        if records is None:
+            path = self.manifests.quotas_path(name)
+            records, _ = QuotaRecords.open(path, max_tenants=self._max_tenants, hit=self._hit)
+            self._quotas[name] = records
+        records.put(tenant, max_held_blocks)
+
+    def _close_quotas(self, name: PoolName) -> None:
+        records = self._quotas.pop(name, None)
+        if records is not None:
+            records.close()
 
     # ---------------------------------------------------------------- sessions
     def session_changed(self, session: Session) -> None:
@@ -190,6 +233,8 @@ class WarmRestart:
         """Unmaps the files; they stay for the next daemon."""
         self.records.close()
         self.workers.close()
+        for name in list(self._quotas):
+            self._close_quotas(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

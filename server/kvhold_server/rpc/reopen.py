@@ -82,7 +82,7 @@ def _reopen(node: Node, warm: WarmRestart, manifest: PoolManifest) -> None:
     backend = node.backends[command.options.backend]
     try:
         _adopt_all(backend, opening.requests, regions)
-        made = warm.recover(opening, backend, regions)
+        made = replace(warm.recover(opening, backend, regions), quotas=warm.quotas(manifest.name))
     except BaseException:
         node.abort_open_pool(opening)
         for region in regions:
@@ -113,8 +113,7 @@ def _give_up(warm: WarmRestart, name: PoolName, error: Exception) -> None:
         reason, detail = ("REGION_MISSING" if isinstance(error, UnknownRegion) else error.reason()), str(error)
     else:
         reason, detail = "HEADER_CORRUPT", str(error)
-    warm.forget_pool(name)
-    warm.lost[name] = (reason, detail)
+    warm.give_up(name, reason, detail)
     logger.warning("pool %s begins fresh: %s: %s", name, reason, detail)
 
 
