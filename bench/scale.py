@@ -41,7 +41,11 @@ def schedule(options: argparse.Namespace) -> dict[str, float]:
             max_model_len_tokens=1 << 20,
         )
     )
-    session = pool.open_session(client_name=f"scale-{os.getpid()}", local_transport=options.transport == "local")
+    session = pool.open_session(
+        client_name=f"scale-{os.getpid()}",
+        local_transport=options.transport == "local",
+        step_stream=options.transport == "grpc",
+    )
     table = session.table
     digests = map(_digest, itertools.count(options.running))  # nobody else's: nothing is hit
     running = [table.new_sequence(i + 1, b"".join(itertools.islice(digests, 4))) for i in range(options.running)]

@@ -173,11 +173,13 @@ class Pool:
         tenant: str = "",
         on_lost: Callable[[list[int]], None] | None = None,
         local_transport: bool = True,
+        step_stream: bool = True,
     ) -> Session:
         """Opens a session and keeps it alive in the background.
 
         `local_transport`: send steps as frames over a second unix socket where the daemon offers one and we reach it;
-        otherwise, and for everything else, gRPC.
+        otherwise, and for everything else, gRPC. `step_stream`: steps go over gRPC on one stream where the daemon has
+        it, not call by call.
 
         If the daemon restarts, the session reopens the pool, provided that this object came from `open_pool`, and
         re-asserts what it holds. `on_lost` is called with the ids of sequences that could not be given back, from
@@ -194,7 +196,7 @@ class Pool:
             local=local_transport,
         )
         reopen = self._reopen if self._opened_with is not None else None
-        session = Session(client._channel, core, self.info.shape, client._settings, on_lost, reopen)
+        session = Session(client._channel, core, self.info.shape, client._settings, on_lost, reopen, step_stream)
         client._open_sessions.add(session)
         return session
 

@@ -1,43 +1,30 @@
-"""The local transport's client end: BlockService's messages, length-framed, on a blocking unix socket.
+"""The local transport's client end: steps, length-framed, on a blocking unix socket. A way to send them as the others
+in step_senders.py.
 
     u32 length, little-endian │ u8 method or code │ protobuf          (the daemon's rpc/local_transport.py draws it)
 
-`call` is one round trip. `send` and `receive` are its halves, for callers that have something to do in between; answers
-come in the order of the requests. Not thread-safe.
+Answers come in the order of the requests. Not thread-safe, but for `abort`.
 """
 
 import contextlib
 import socket
 import struct
-from typing import Any, TypeVar
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.errors import Unreachable, error_from_status
+from kvhold_client.errors import Unreachable
+from kvhold_client.step_refusal import refusal
 
 _HEADER = struct.Struct("<IB")
 _LENGTH_BYTES = 4
 _HELLO = 0
 _READ_BYTES = 1 << 16
-_CODES = {
-    1: "CANCELLED", 2: "UNKNOWN", 3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 5: "NOT_FOUND", 6: "ALREADY_EXISTS",
-    7: "PERMISSION_DENIED", 8: "RESOURCE_EXHAUSTED", 9: "FAILED_PRECONDITION", 10: "ABORTED", 11: "OUT_OF_RANGE",
-    12: "UNIMPLEMENTED", 13: "INTERNAL", 14: "UNAVAILABLE", 15: "DATA_LOSS", 16: "UNAUTHENTICATED",
-}  # fmt: skip
-
-Answer = TypeVar("Answer")
-
-STEP, LOOKUP, ALLOCATE, PUBLISH, FREE = 1, 2, 3, 4, 5
-RESPONSES: dict[int, Any] = {
-    STEP: pb.StepResponse,
-    LOOKUP: pb.LookupResponse,
-    ALLOCATE: pb.AllocateResponse,
-    PUBLISH: pb.PublishResponse,
-    FREE: pb.FreeResponse,
-}
+_STEP = 1  # the daemon serves the whole BlockService here; steps are all that a session sends
 
 
 class LocalChannel:
     """One connection, bound to one session by the token that OpenSession gave."""
+
+    transport = "local"
 
     def __init__(self, socket_path: str, token: bytes, *, timeout_s: float) -> None:
         """Connects and says the token. Raises Unreachable: the token may be used up, or the daemon gone."""
@@ -55,28 +42,35 @@ class LocalChannel:
             raise self._broken(error) from None
         self._hello(token)
 
-    def call(self, method: int, request: Any) -> Any:
-        """Sends a request and returns its response. Raises KvholdError."""
-        self.send(method, request)
-        return self.receive(method)
+    def call(self, request: pb.StepRequest) -> pb.StepResponse:
+        """Sends a step and returns its response. Raises KvholdError."""
+        self.send(request)
+        return self.receive()
 
-    def send(self, method: int, request: Any) -> None:
+    def send(self, request: pb.StepRequest) -> None:
         """Half a call: `receive` must follow, once for each, in order."""
         payload = request.SerializeToString()
         try:
-            self._socket.sendall(_HEADER.pack(len(payload) + 1, method) + payload)
+            self._socket.sendall(_HEADER.pack(len(payload) + 1, _STEP) + payload)
         except OSError as error:
             raise self._broken(error) from None
         self._num_awaited += 1
 
-    def receive(self, method: int) -> Any:
+    def receive(self) -> pb.StepResponse:
         """The other half."""
         assert self._num_awaited > 0, "nothing was sent"
         self._num_awaited -= 1
-        code, payload = self._read()
+        try:
+            code, payload = self._read()
+        except BaseException:  # a signal's: the answer is still to come, and must not be taken for the next one's
+            self._socket.close()
+            raise
         if code:
-            raise error_from_status(_CODES.get(code, "UNKNOWN"), "", payload, self.socket_path)
-        return RESPONSES[method].FromString(payload)
+            raise refusal(code, payload, self.socket_path)
+        return pb.StepResponse.FromString(payload)
+
+    def give_up_late(self) -> None:
+        """The kernel keeps the time."""
 
     def abort(self) -> None:
         """Breaks the connection from another thread: a call under way ends with Unreachable."""

@@ -18,15 +18,16 @@ from typing import Any
 
 import grpc
 
-from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
+from kvhold.v1 import block_pb2, session_pb2, session_pb2_grpc
 from kvhold_client.calls import CallSettings, call
 from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
-from kvhold_client.local_channel import STEP, LocalChannel
+from kvhold_client.local_channel import LocalChannel
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session_core import Credentials, Resumption, SessionCore
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import StepBuilder, decode_step
 from kvhold_client.step_reply import StepReply
+from kvhold_client.step_senders import StepSender, StreamSteps, UnarySteps
 from kvhold_client.target import beside
 
 RETRY_PAUSE_S = 0.05
@@ -58,6 +59,7 @@ class Session:
         settings: CallSettings,
         on_lost: Callable[[list[int]], None] | None = None,
         reopen_pool: Callable[[], None] | None = None,
+        step_stream: bool = True,
     ) -> None:
         self.shape = shape
         self.guard = threading.RLock()
@@ -69,12 +71,12 @@ class Session:
         self._settings = settings
         self._on_lost = on_lost
         self._reopen_pool = reopen_pool
-        self._blocks = block_pb2_grpc.BlockServiceStub(channel)
+        self._grpc_steps = StreamSteps if step_stream else UnarySteps
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._dead: KvholdError | None = None
         self._closing = threading.Event()
         self._stream: Any = None
-        self._local: LocalChannel | None = None
+        self._sender: StepSender = self._grpc_steps(channel, settings)
         self._took(core.opened(call(self._sessions.OpenSession, core.open_request(), settings)))
         self._thread = threading.Thread(target=self._keep_alive, name="kvhold-keepalive", daemon=True)
         self._thread.start()
@@ -136,11 +138,9 @@ class Session:
             if self._dead is not None:
                 raise self._dead
             with self.guard:
-                used, local = self._core.stamp(request), self._local
+                used, sender = self._core.stamp(request), self._sender
             try:
-                if local is not None:
-                    return decode_step(local.call(STEP, request))
-                return decode_step(call(self._blocks.Step, request, self._settings))
+                return decode_step(sender.call(request))
             except KvholdError as error:
                 self._recover(error, used)
 
@@ -169,17 +169,12 @@ class Session:
     def _launch(self, request: block_pb2.StepRequest) -> Flight:
         """Sends; a connection that is found broken is dealt with by whoever wants the answer."""
         with self.guard:
-            used, local = self._core.stamp(request), self._local
-        if local is not None:
-            try:
-                local.send(STEP, request)
-            except Unreachable as error:
-                return Flight(request=request, used=used, answer=partial(_raise, error))
-            return Flight(request=request, used=used, answer=partial(local.receive, STEP))
-        future = self._blocks.Step.future(request, timeout=self._settings.timeout_s)
-        return Flight(
-            request=request, used=used, answer=partial(call, lambda _, timeout: future.result(), None, self._settings)
-        )
+            used, sender = self._core.stamp(request), self._sender
+        try:
+            sender.send(request)
+        except Unreachable as error:
+            return Flight(request=request, used=used, answer=partial(_raise, error))
+        return Flight(request=request, used=used, answer=sender.receive)
 
     def idle(self) -> None:
         """Says what is still unsaid before a pause (R8): frees, and steps that are complete meanwhile."""
@@ -221,20 +216,18 @@ class Session:
 
     @property
     def transport(self) -> str:
-        """What steps travel over: "local" or "grpc"."""
-        return "grpc" if self._local is None else "local"
+        """What steps travel over: "local", "grpc" (a stream), or "grpc-unary" where the daemon has no stream."""
+        return self._sender.transport
 
-    def _connect_local(self, credentials: Credentials) -> None:
-        """Opens the local transport, if it is offered and within reach; otherwise steps go over gRPC."""
-        old, self._local = self._local, None
-        if old is not None:
-            old.abort()  # its thread may be waiting in it: that one closes it
+    def _make_sender(self, credentials: Credentials) -> StepSender:
+        """The local transport, if it is offered and within reach; else gRPC."""
         if credentials.local_socket_path:
             path = beside(self._settings.target, credentials.local_socket_path)
             try:
-                self._local = LocalChannel(path, credentials.local_token, timeout_s=self._settings.timeout_s)
+                return LocalChannel(path, credentials.local_token, timeout_s=self._settings.timeout_s)
             except Unreachable:
-                return
+                pass
+        return self._grpc_steps(self._channel, self._settings)
 
     def _try_to_resume(self) -> None:
         request = self._core.resume_request(self.table.held_sequences())
@@ -248,7 +241,8 @@ class Session:
         self._took(self._core.opened(response))
 
     def _took(self, resumption: Resumption) -> None:
-        self._connect_local(resumption.credentials)
+        self._sender.abort()  # its thread may be waiting in it: that one closes it
+        self._sender = self._make_sender(resumption.credentials)
         if resumption.daemon_restarted:
             lost = self.table.lose(resumption.lost_sequence_ids)
             if lost and self._on_lost is not None:
@@ -256,9 +250,11 @@ class Session:
 
     def _beats(self, used: Credentials) -> Iterator[session_pb2.KeepAliveRequest]:
         beat = session_pb2.KeepAliveRequest(session_id=used.session_id, epoch=used.epoch)
+        pause_s = min(used.lease_ttl_s / 3, self._settings.timeout_s)
         while not self._closing.is_set() and self._core.credentials is used:
             yield beat
-            self._closing.wait(used.lease_ttl_s / 3)
+            self._closing.wait(pause_s)
+            self._sender.give_up_late()
 
     def _keep_alive(self) -> None:
         """Body of the background thread: one stream per set of credentials."""
@@ -303,8 +299,7 @@ class Session:
             if self._stream is not None:
                 self._stream.cancel()
             self._thread.join(timeout=2.0)
-            if self._local is not None:
-                self._local.close()
+            self._sender.close()
 
     def abandon(self) -> None:
         """Drops the connection without a word, as a crash would: the daemon's grace period begins. For tests."""
@@ -314,8 +309,7 @@ class Session:
         self._thread.join(timeout=2.0)
         with self.guard:
             self._core.credentials = None
-            if self._local is not None:
-                self._local.close()
+            self._sender.close()
 
     def __enter__(self) -> "Session":
         return self

@@ -9,7 +9,7 @@ import pytest
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold_client.errors import Unreachable
-from kvhold_client.local_channel import STEP, LocalChannel
+from kvhold_client.local_channel import LocalChannel
 
 WELCOME = b"\x01\0\0\0\0"
 
@@ -36,7 +36,7 @@ def test_a_daemon_that_does_not_answer_is_unreachable_in_time(tmp_path: Path) ->
     thread = peer(tmp_path / "s", lambda client: done.wait(30) and None)
     channel = LocalChannel(str(tmp_path / "s"), b"token", timeout_s=0.2)
     with pytest.raises(Unreachable, match="no answer in time"):
-        channel.call(STEP, pb.StepRequest(step=1))
+        channel.call(pb.StepRequest(step=1))
     done.set()
     thread.join(5)
 
@@ -45,7 +45,7 @@ def test_a_daemon_that_hangs_up_is_unreachable(tmp_path: Path) -> None:
     thread = peer(tmp_path / "s", lambda client: client.recv(1 << 16) and None)
     channel = LocalChannel(str(tmp_path / "s"), b"token", timeout_s=5)
     with pytest.raises(Unreachable, match="closed the connection"):
-        channel.call(STEP, pb.StepRequest(step=1))
+        channel.call(pb.StepRequest(step=1))
     thread.join(5)
 
 
@@ -61,6 +61,6 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
 
     thread = peer(tmp_path / "s", dribble)
     channel = LocalChannel(str(tmp_path / "s"), b"token", timeout_s=5)
-    assert channel.call(STEP, pb.StepRequest(step=1)) == response
+    assert channel.call(pb.StepRequest(step=1)) == response
     channel.close()
     thread.join(5)

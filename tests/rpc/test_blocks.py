@@ -10,14 +10,17 @@ from kvhold.v1 import block_pb2 as pb
 from kvhold.v1 import pool_pb2
 from tests.rpc.harness import ClientSession, RunningDaemon, digest, refused, running, simulated
 from tests.rpc.local_blocks import LocalBlocks
+from tests.rpc.stream_blocks import StreamBlocks
 
 OK = pb.ITEM_STATUS_OK
 
 
-@pytest.fixture(params=["grpc", "local"])
+@pytest.fixture(params=["unary", "stream", "local"])
 async def daemon(short_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[RunningDaemon]:
-    """Each test runs over both transports: they serve the same messages with the same meaning."""
+    """Each test runs over all ways of sending steps: they carry the same messages with the same meaning."""
     async with running(short_dir) as started:
+        if request.param == "stream":
+            started.blocks = StreamBlocks(started.blocks)  # type: ignore[assignment]
         if request.param == "local":
             started.blocks = LocalBlocks(started.daemon, started.blocks)  # type: ignore[assignment]
         yield started

@@ -992,6 +992,66 @@ class StepResponse(_message.Message):
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
 
 @_typing.final
+class StepStreamResponse(_message.Message):
+    """StepStreamResponse answers one StepRequest of a StepStream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___StepResponse:
+        """What Step answers."""
+
+    @_builtins.property
+    def refusal(self) -> Global___StepRefusal:
+        """The error that Step would have ended with. Nothing of the request was applied."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___StepResponse | None = ...,
+        refusal: Global___StepRefusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["step", "refusal"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___StepStreamResponse: _TypeAlias = StepStreamResponse  # noqa: Y015
+
+@_typing.final
+class StepRefusal(_message.Message):
+    """StepRefusal is the error of a refused step, as a unary call would carry it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    STATUS_DETAILS_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """Number of the gRPC status code. Never 0."""
+    status_details: _builtins.bytes
+    """An encoded google.rpc.Status with its ErrorInfo: what `grpc-status-details-bin` has for a call. Bytes, so that the
+    contract needs no file of another package; a client that has that message may declare the field as it.
+    """
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        status_details: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "status_details", b"status_details"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRefusal: _TypeAlias = StepRefusal  # noqa: Y015
+
+@_typing.final
 class LookupRequest(_message.Message):
     """LookupRequest asks outside a step."""
 

@@ -62,6 +62,11 @@ class BlockServiceStub(object):
                 request_serializer=kvhold_dot_v1_dot_block__pb2.StepRequest.SerializeToString,
                 response_deserializer=kvhold_dot_v1_dot_block__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.StepStream = channel.stream_stream(
+                '/kvhold.v1.BlockService/StepStream',
+                request_serializer=kvhold_dot_v1_dot_block__pb2.StepRequest.SerializeToString,
+                response_deserializer=kvhold_dot_v1_dot_block__pb2.StepStreamResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvhold.v1.BlockService/Lookup',
                 request_serializer=kvhold_dot_v1_dot_block__pb2.LookupRequest.SerializeToString,
@@ -113,6 +118,22 @@ class BlockServiceServicer(object):
     def Step(self, request, context):
         """Applies free, then invalidate, then extend, then admit, then lookup, in one turn; see design notes in docs/contract.md.
         Exactly once per (session, step, part): a repeated request returns the first answer with `replayed` set.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StepStream(self, request_iterator, context):
+        """Step over a stream that stays open: the same requests, answers, errors and exactly-once numbers for about half the cost
+        of a call. It is bound to no session and keeps none alive: KeepAlive does. Answers come in the order of the requests.
+        Requests may be sent ahead, but the daemon takes up the next one only when the transport has taken the answer to the one
+        before: a client that does not read is not read from. A refused step is an answer and does not end the stream. Errors of the stream itself: UNIMPLEMENTED → an older daemon:
+        call Step; anything else → no answer came: resume the session, open another stream, send the same (step, part) again.
+
+        The request is Step's own: a step is the same bytes whichever way it is sent.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,6 +175,11 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=kvhold_dot_v1_dot_block__pb2.StepRequest.FromString,
                     response_serializer=kvhold_dot_v1_dot_block__pb2.StepResponse.SerializeToString,
+            ),
+            'StepStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.StepStream,
+                    request_deserializer=kvhold_dot_v1_dot_block__pb2.StepRequest.FromString,
+                    response_serializer=kvhold_dot_v1_dot_block__pb2.StepStreamResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -226,6 +252,33 @@ class BlockService(object):
             '/kvhold.v1.BlockService/Step',
             kvhold_dot_v1_dot_block__pb2.StepRequest.SerializeToString,
             kvhold_dot_v1_dot_block__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StepStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvhold.v1.BlockService/StepStream',
+            kvhold_dot_v1_dot_block__pb2.StepRequest.SerializeToString,
+            kvhold_dot_v1_dot_block__pb2.StepStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

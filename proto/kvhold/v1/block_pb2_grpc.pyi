@@ -59,6 +59,18 @@ class BlockServiceStub:
     Step: _grpc.UnaryUnaryMultiCallable[_block_pb2.StepRequest, _block_pb2.StepResponse]
     """Applies free, then invalidate, then extend, then admit, then lookup, in one turn; see design notes in docs/contract.md.
     Exactly once per (session, step, part): a repeated request returns the first answer with `replayed` set.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    StepStream: _grpc.StreamStreamMultiCallable[_block_pb2.StepRequest, _block_pb2.StepStreamResponse]
+    """Step over a stream that stays open: the same requests, answers, errors and exactly-once numbers for about half the cost
+    of a call. It is bound to no session and keeps none alive: KeepAlive does. Answers come in the order of the requests.
+    Requests may be sent ahead, but the daemon takes up the next one only when the transport has taken the answer to the one
+    before: a client that does not read is not read from. A refused step is an answer and does not end the stream. Errors of the stream itself: UNIMPLEMENTED → an older daemon:
+    call Step; anything else → no answer came: resume the session, open another stream, send the same (step, part) again.
+
+    The request is Step's own: a step is the same bytes whichever way it is sent.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_block_pb2.LookupRequest, _block_pb2.LookupResponse]
     """Read-only look-up; a hint: it pins nothing, changes no eviction order, and may be stale when the reply arrives.
@@ -102,6 +114,18 @@ class BlockServiceAsyncStub(BlockServiceStub):
     Step: _aio.UnaryUnaryMultiCallable[_block_pb2.StepRequest, _block_pb2.StepResponse]  # type: ignore[assignment]
     """Applies free, then invalidate, then extend, then admit, then lookup, in one turn; see design notes in docs/contract.md.
     Exactly once per (session, step, part): a repeated request returns the first answer with `replayed` set.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    StepStream: _aio.StreamStreamMultiCallable[_block_pb2.StepRequest, _block_pb2.StepStreamResponse]  # type: ignore[assignment]
+    """Step over a stream that stays open: the same requests, answers, errors and exactly-once numbers for about half the cost
+    of a call. It is bound to no session and keeps none alive: KeepAlive does. Answers come in the order of the requests.
+    Requests may be sent ahead, but the daemon takes up the next one only when the transport has taken the answer to the one
+    before: a client that does not read is not read from. A refused step is an answer and does not end the stream. Errors of the stream itself: UNIMPLEMENTED → an older daemon:
+    call Step; anything else → no answer came: resume the session, open another stream, send the same (step, part) again.
+
+    The request is Step's own: a step is the same bytes whichever way it is sent.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_block_pb2.LookupRequest, _block_pb2.LookupResponse]  # type: ignore[assignment]
     """Read-only look-up; a hint: it pins nothing, changes no eviction order, and may be stale when the reply arrives.
@@ -148,6 +172,24 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_block_pb2.StepResponse, _abc.Awaitable[_block_pb2.StepResponse]]:
         """Applies free, then invalidate, then extend, then admit, then lookup, in one turn; see design notes in docs/contract.md.
         Exactly once per (session, step, part): a repeated request returns the first answer with `replayed` set.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def StepStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_block_pb2.StepRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_block_pb2.StepStreamResponse], _abc.AsyncIterator[_block_pb2.StepStreamResponse]]:
+        """Step over a stream that stays open: the same requests, answers, errors and exactly-once numbers for about half the cost
+        of a call. It is bound to no session and keeps none alive: KeepAlive does. Answers come in the order of the requests.
+        Requests may be sent ahead, but the daemon takes up the next one only when the transport has taken the answer to the one
+        before: a client that does not read is not read from. A refused step is an answer and does not end the stream. Errors of the stream itself: UNIMPLEMENTED → an older daemon:
+        call Step; anything else → no answer came: resume the session, open another stream, send the same (step, part) again.
+
+        The request is Step's own: a step is the same bytes whichever way it is sent.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
     @_abc_1.abstractmethod

@@ -7,10 +7,15 @@
 
 Decoding happens here and not in the transport, so that junk and oversize requests get typed errors, too. Handlers are
 wrapped once and kept: a call pays no closure. Services of others (health, reflection) pass through untouched.
+
+A stream's handler that is a coroutine, and no generator, reads and writes by itself and is handed bytes: its requests
+are calls of their own (`framed_calls.py`), and one that is refused must not end the stream.
 """
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
@@ -82,8 +87,10 @@ class Guard(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _wrap(self, name: str, handler: Handler) -> Handler:
-        call = _Call(name, self._telemetry, _bounded(handler.request_deserializer, self._max_message_bytes))
+        call = _Call(name, self._telemetry, bounded(handler.request_deserializer, self._max_message_bytes))
         encode = handler.response_serializer
+        if inspect.iscoroutinefunction(handler.stream_stream):
+            return grpc.stream_stream_rpc_method_handler(call.conversation(handler.stream_stream))
         if handler.request_streaming:
             behaviour = call.streams(handler.stream_stream)
             return grpc.stream_stream_rpc_method_handler(behaviour, None, encode)
@@ -140,14 +147,28 @@ class _Call:
 
         return behaviour
 
+    def conversation(
+        self, handle: Callable[[Any, Context], Awaitable[None]]
+    ) -> Callable[[Any, Context], Awaitable[None]]:
+        async def behaviour(requests: Any, context: Context) -> None:
+            async with self._life(context):
+                await handle(requests, context)
+
+        return behaviour
+
     async def _counted(self, start: Callable[[], AsyncIterator[Any]], context: Context) -> AsyncIterator[Any]:
+        async with self._life(context):
+            async for reply in start():
+                yield reply
+
+    @asynccontextmanager
+    async def _life(self, context: Context) -> AsyncIterator[None]:
         """A stream's life: counted once, when it ends. A caller that hangs up cancels us, which counts as CANCELLED."""
         begun = perf_counter()
         self._stats.in_flight += 1
         code = "CANCELLED"
         try:
-            async for reply in start():
-                yield reply
+            yield
             code = "OK"
         except Exception as error:
             code = ""
@@ -158,24 +179,29 @@ class _Call:
                 self._stats.finished(code, perf_counter() - begun)
 
     async def _fail(self, context: Context, error: Exception, begun: float) -> NoReturn:
-        if not isinstance(error, KvholdError):
-            if isinstance(error, grpc.aio.AbortError):
-                raise error
-            logger.exception("%s failed unexpectedly", self._name)
-            self._telemetry.num_unexpected_errors += 1
-            error = UnexpectedFault(self._name, type(error).__name__)
-        wire = to_wire(error)
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        wire = to_wire(typed(error, self._name, self._telemetry))
         self._stats.finished(wire.code.name, perf_counter() - begun)
         await context.abort(wire.code, wire.details, wire.trailing_metadata)
 
 
-def _bounded(decode: Callable[[bytes], Any] | None, max_message_bytes: int) -> Decode:
+def typed(error: Exception, method: str, telemetry: Telemetry) -> KvholdError:
+    """The error itself, or, for a bug, one that says so on the wire; the log gets the traceback."""
+    if isinstance(error, KvholdError):
+        return error
+    logger.error("%s failed unexpectedly", method, exc_info=error)
+    telemetry.num_unexpected_errors += 1
+    return UnexpectedFault(method, type(error).__name__)
+
+
+def bounded(decode: Callable[[bytes], Any] | None, max_message_bytes: int) -> Decode:
     """A decoder that refuses oversize and malformed messages with typed errors."""
     assert decode is not None
     owner = getattr(decode, "__self__", None)
     message = getattr(getattr(owner, "DESCRIPTOR", None), "full_name", "request")
 
-    def bounded(data: bytes) -> Any:
+    def decoded(data: bytes) -> Any:
         if len(data) > max_message_bytes:
             raise MessageTooLarge(len(data), max_message_bytes)
         try:
@@ -183,4 +209,4 @@ def _bounded(decode: Callable[[bytes], Any] | None, max_message_bytes: int) -> D
         except DecodeError as error:
             raise MalformedMessage(message, str(error)) from None
 
-    return bounded
+    return decoded

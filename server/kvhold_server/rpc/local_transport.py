@@ -23,51 +23,25 @@ import socket
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
-
-from google.protobuf.message import DecodeError
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_server.domain.errors import KvholdError, PreconditionFailed
 from kvhold_server.node.recovering import PoolRecovering
-from kvhold_server.node.telemetry import MethodStats, Telemetry
+from kvhold_server.node.telemetry import Telemetry
 from kvhold_server.rpc.fd_peer import BACKLOG
-from kvhold_server.rpc.interceptors import MalformedMessage, MessageTooLarge, UnexpectedFault
+from kvhold_server.rpc.framed_calls import OK, Answer, FramedMethod, refusal
+from kvhold_server.rpc.interceptors import MalformedMessage, MessageTooLarge
 from kvhold_server.rpc.services.blocks import BlockService
-from kvhold_server.rpc.status import to_wire
 
 logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<IB")
 LENGTH_BYTES = 4
 HELLO = 0
-OK = 0
 READ_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 1 << 22
 TOKEN_TTL_S = 30.0
 HELLO_TIMEOUT_S = 5.0
-
-
-@dataclass(eq=False)
-class WrongSession(PreconditionFailed):
-    """A frame names another session than the one its connection was opened for."""
-
-    template = "this connection belongs to session {connection_session}…, not to {request_session}…"
-    connection_session: str
-    request_session: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """One rpc of BlockService."""
-
-    decode: Callable[[bytes], Any]
-    answer: Callable[[Any], Any]
-    stats: MethodStats
-    message: str
 
 
 class LocalTokens:
@@ -110,8 +84,7 @@ class LocalTransport:
         self.path = path
         self.tokens = tokens
         self.max_message_bytes = max_message_bytes
-        self.methods = _methods(service, telemetry)
-        self.telemetry = telemetry
+        self.methods = _methods(service, telemetry, max_message_bytes)
         self._max_connections = max_connections
         self._gid = gid
         self._connections: set[Connection] = set()
@@ -228,7 +201,7 @@ class Connection:
 
     def _refuse_frame(self, length: int) -> None:
         """A frame too large to read: says so, then hangs up, because what follows cannot be told apart any more."""
-        self._fail(MessageTooLarge(length, self._transport.max_message_bytes))
+        self._send(refusal(MessageTooLarge(length, self._transport.max_message_bytes)))
         self.close()
 
     def _frame(self, kind: int, payload: bytes) -> bool:
@@ -238,20 +211,13 @@ class Connection:
             return True
         method = self._transport.methods.get(kind)
         if method is None:
-            self._fail(MalformedMessage("frame", f"no method {kind}"))
+            self._send(refusal(MalformedMessage("frame", f"no method {kind}")))
             return True
-        begun, stats = perf_counter(), method.stats
         try:
-            reply = method.answer(self._decoded(method, payload))
+            self._send(method.answer(payload, self._session_id))
         except PoolRecovering as error:
             self._pause(error.retry_after_s)
             return False
-        except Exception as error:
-            code = self._fail(self._typed(error, method))
-            stats.finished(code, perf_counter() - begun)
-            return True
-        self._send(OK, reply.SerializeToString())
-        stats.finished("OK", perf_counter() - begun)
         return True
 
     def _pause(self, seconds: float) -> None:
@@ -271,35 +237,11 @@ class Connection:
             return
         self._hello_timer.cancel()
         self._session_id = session_id
-        self._send(OK, b"")
-
-    def _decoded(self, method: Method, payload: bytes) -> Any:
-        try:
-            request = method.decode(payload)
-        except DecodeError as error:
-            raise MalformedMessage(method.message, str(error)) from None
-        if request.session_id != self._session_id:
-            assert self._session_id is not None
-            raise WrongSession(self._session_id[:8], request.session_id[:8])
-        return request
-
-    def _typed(self, error: Exception, method: Method) -> KvholdError:
-        if isinstance(error, KvholdError):
-            return error
-        logger.error("%s failed unexpectedly", method.message, exc_info=error)
-        self._transport.telemetry.num_unexpected_errors += 1
-        return UnexpectedFault(method.message, type(error).__name__)
+        self._send(Answer(OK, b""))
 
     # ----------------------------------------------------------------- writing
-    def _fail(self, error: KvholdError) -> str:
-        wire = to_wire(error)
-        ((_, status),) = wire.trailing_metadata
-        assert isinstance(status, bytes)
-        self._send(wire.code.value[0], status)
-        return wire.code.name
-
-    def _send(self, code: int, payload: bytes) -> None:
-        data = HEADER.pack(len(payload) + 1, code) + payload
+    def _send(self, answer: Answer) -> None:
+        data = HEADER.pack(len(answer.payload) + 1, answer.code) + answer.payload
         if self._unsent:
             self._unsent += data
         else:
@@ -329,9 +271,9 @@ class Connection:
             self._loop.add_reader(self._peer, self._readable)
 
 
-def _methods(service: BlockService, telemetry: Telemetry) -> dict[int, Method]:
+def _methods(service: BlockService, telemetry: Telemetry, max_message_bytes: int) -> dict[int, FramedMethod]:
     """By the number on the wire; numbers are never reused."""
-    table: tuple[tuple[int, str, Any, Callable[[Any], Any]], ...] = (
+    table = (
         (1, "Step", pb.StepRequest, service.answer_step),
         (2, "Lookup", pb.LookupRequest, service.answer_lookup),
         (3, "Allocate", pb.AllocateRequest, service.answer_allocate),
@@ -339,11 +281,6 @@ def _methods(service: BlockService, telemetry: Telemetry) -> dict[int, Method]:
         (5, "Free", pb.FreeRequest, service.answer_free),
     )
     return {
-        number: Method(
-            decode=message.FromString,
-            answer=answer,
-            stats=telemetry.method(f"BlockService/{name}"),
-            message=f"{name}Request",
-        )
+        number: FramedMethod(name, message, answer, telemetry, max_message_bytes)
         for number, name, message, answer in table
     }

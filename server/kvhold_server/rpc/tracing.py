@@ -4,9 +4,11 @@
     log    the caller's trace id (W3C traceparent) goes into JSON log lines and exemplars
     otel   the same, and a span per call through the OpenTelemetry API; exporters come from the OTEL_* environment
 
-Only unary calls are traced: a KeepAlive stream lives as long as its engine, and a span of hours helps nobody.
+Only unary calls get spans: a stream lives as long as its engine, and a span of hours helps nobody. The steps of a
+StepStream belong to the trace that the stream was opened in, as far as log lines and exemplars go.
 """
 
+import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -80,13 +82,19 @@ class Tracing(grpc.aio.ServerInterceptor):
         if known is not None:
             return known
         handler = await continuation(handler_call_details)
-        if handler is None or not path.startswith(OUR_PACKAGE) or handler.unary_unary is None:
+        if handler is None or not path.startswith(OUR_PACKAGE):
             return handler
-        behaviour = self._traced(path.removeprefix(OUR_PACKAGE), handler.unary_unary)
-        self._wrapped[path] = grpc.unary_unary_rpc_method_handler(
-            behaviour, handler.request_deserializer, handler.response_serializer
-        )
-        return self._wrapped[path]
+        wrapped = self._wrap(path.removeprefix(OUR_PACKAGE), handler)
+        self._wrapped[path] = wrapped
+        return wrapped
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        codec = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._traced(method, handler.unary_unary), *codec)
+        if inspect.iscoroutinefunction(handler.stream_stream):
+            return grpc.stream_stream_rpc_method_handler(_in_trace(handler.stream_stream), *codec)
+        return handler
 
     def _traced(
         self, method: str, handle: Callable[[Any, Context], Awaitable[Any]]
@@ -94,7 +102,7 @@ class Tracing(grpc.aio.ServerInterceptor):
         stats = self._telemetry.method(method)
 
         async def behaviour(request: Any, context: Context) -> Any:
-            metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            metadata = _texts(context)
             begun = perf_counter()
             with self._span(method, metadata) as trace_id:
                 token = CURRENT_TRACE_ID.set(trace_id)
@@ -106,3 +114,18 @@ class Tracing(grpc.aio.ServerInterceptor):
                         stats.exemplify(perf_counter() - begun, trace_id, time())
 
         return behaviour
+
+
+def _in_trace(handle: Callable[[Any, Context], Awaitable[None]]) -> Callable[[Any, Context], Awaitable[None]]:
+    """A stream of calls, in the trace of the stream's own metadata."""
+
+    async def behaviour(requests: Any, context: Context) -> None:
+        CURRENT_TRACE_ID.set(trace_id_of(_texts(context)))  # of this stream's task, and ends with it
+        await handle(requests, context)
+
+    return behaviour
+
+
+def _texts(context: Context) -> dict[str, str]:
+    """The caller's metadata, but for binary values."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -5,7 +5,10 @@ The `answer_*` methods need no gRPC at all, so that another transport can serve 
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, TypeVar
+
+import grpc
 
 from kvhold.v1 import block_pb2 as pb
 from kvhold.v1 import block_pb2_grpc
@@ -13,6 +16,7 @@ from kvhold_server.node.node import Node
 from kvhold_server.node.recovering import PoolRecovering
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.pool.values import LookupColumns
+from kvhold_server.rpc.framed_calls import FramedMethod, step_stream_response
 from kvhold_server.rpc.pool_codec import wire_shape
 from kvhold_server.rpc.step_answers import (
     encode_step,
@@ -36,10 +40,25 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        limits = node.limits
+        self._framed_step = FramedMethod(
+            "Step", pb.StepRequest, self.answer_step, node.telemetry, limits.max_message_bytes
+        )
 
     # ------------------------------------------------------------------ gRPC
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
         return await self._when_recovered(self.answer_step, request)
+
+    async def StepStream(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        """One request after the other, each a call of its own; in bytes on both sides (rpc/interceptors.py)."""
+        step = self._framed_step
+        while (payload := await context.read()) is not grpc.aio.EOF:
+            came_s = perf_counter()
+            try:
+                answer = await self._when_recovered(step.answer, payload)
+            except PoolRecovering as error:
+                answer = step.refuse(error, came_s)
+            await context.write(step_stream_response(answer))
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return self.answer_lookup(request)
