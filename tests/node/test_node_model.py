@@ -5,11 +5,13 @@ After every event the node must agree: who is fenced, how many blocks are held, 
 """
 
 import random
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import pytest
 
 from kvhold_server.domain.errors import KvholdError
+from kvhold_server.node.errors import StepContentsDiffer
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.pool.values import AdmitColumns, ExtendColumns, FreeColumns, Status, StepInput
 from kvhold_server.sessions.errors import ResumeRefused, SessionFenced
@@ -106,8 +108,12 @@ class Story:
         if known.last is not None:
             before = self.world.live.pool.counts()
             session = self.world.node.fenced(known.session_id, known.epoch)
-            again = self.world.node.step(session, StepCommand(part=0, items=known.last[0]))
+            again = self.world.node.step(session, StepCommand(part=0, items=deepcopy(known.last[0])))
             assert again.replayed and again.output is known.last[1].output
+            other = deepcopy(known.last[0])
+            other.free.sequence_ids.append(10**9)
+            with pytest.raises(StepContentsDiffer):
+                self.world.node.step(session, StepCommand(part=0, items=other))
             assert self.world.live.pool.counts() == before
 
     def items(self, known: Known) -> StepInput:
@@ -116,8 +122,9 @@ class Story:
 
     def apply(self, known: Known, items: StepInput) -> StepAnswer:
         session = self.world.node.fenced(known.session_id, known.epoch)
+        as_sent = deepcopy(items)
         answer = self.world.node.step(session, StepCommand(part=0, items=items))
-        known.last = (items, answer)
+        known.last = (as_sent, answer)
         return answer
 
     def pass_time(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -184,7 +185,7 @@ async def test_single_verbs_are_parts_of_the_step(daemon: RunningDaemon, session
     freed = await daemon.blocks.Free(pb.FreeRequest(**session.head, step=3, free=pb.FreeItems(sequence_ids=[1, 9])))
     assert list(freed.num_freed_blocks) == [3, 0]
     assert (
-        await daemon.blocks.Free(pb.FreeRequest(**session.head, step=3, free=pb.FreeItems(sequence_ids=[1])))
+        await daemon.blocks.Free(pb.FreeRequest(**session.head, step=3, free=pb.FreeItems(sequence_ids=[1, 9])))
     ).replayed
 
 
@@ -244,3 +245,49 @@ async def test_hashes_of_a_refused_extend_are_sent_again_and_name_the_right_bloc
     named = {block_hash: blocks for block_hash, _, blocks in state.cache}
     assert [named[digest(i)][0] for i in (1, 2, 3, 4)] == list(hit.admit.block_ids)[:4]
     await session.free(3)
+
+
+OTHER_CONTENTS = [
+    ("admit.num_tokens", {"admit": pb.AdmitItems(sequence_ids=[1], num_tokens=[41], num_hashes=[2])}),
+    ("admit.sequence_ids", {"admit": pb.AdmitItems(sequence_ids=[2], num_tokens=[40], num_hashes=[2])}),
+    ("admit.reserved_blocks", {"admit": pb.AdmitItems(reserved_blocks=[1])}),
+    ("admit.hashes", {"admit": pb.AdmitItems(hashes=digest(1, 3))}),
+    ("free.sequence_ids", {"free": pb.FreeItems(sequence_ids=[9])}),
+    ("extend.sequence_ids", {"extend": pb.ExtendItems(sequence_ids=[1], slots_needed=[48])}),
+    ("lookup.sequence_ids", {"lookup": pb.LookupItems(num_tokens=[16], num_hashes=[0])}),
+    ("completed_step", {"completed_step": 3}),
+    ("invalidate.block_ids", {"invalidate": pb.InvalidateItems(block_ids=[1])}),
+    ("report_evictions", {"report_evictions": True}),
+]
+
+
+@pytest.mark.parametrize("quota", [0, 50])
+@pytest.mark.parametrize(("field", "change"), OTHER_CONTENTS, ids=[field for field, _ in OTHER_CONTENTS])
+async def test_a_number_that_comes_again_for_something_else_is_refused(
+    daemon: RunningDaemon, session: ClientSession, field: str, change: dict[str, Any], quota: int
+) -> None:
+    """The stored answer is that of another request: whoever took it for its own would use blocks that it never got."""
+    daemon.node.set_quota("p", "default", quota)
+    first = {"admit": pb.AdmitItems(sequence_ids=[1], num_tokens=[40], num_hashes=[2], hashes=digest(1, 2))}
+    await session.step(step=5, **first)
+    before = daemon.node.pools["p"].pool.describe()  # type: ignore[index]
+    other = {**first, **change}
+    if "admit" in change:
+        other["admit"] = pb.AdmitItems.FromString(first["admit"].SerializeToString())
+        for part, _ in change["admit"].ListFields():
+            other["admit"].ClearField(part.name)
+        other["admit"].MergeFrom(change["admit"])
+    refusal = await refused(session.step(step=5, **other))
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "STEP_CONTENTS_DIFFER")
+    assert refusal.metadata == {"field": field, "step": "5", "part": "0"}
+    assert daemon.node.pools["p"].pool.describe() == before  # type: ignore[index]
+    assert (await session.step(step=5, **first)).replayed, "the retry is one"
+
+
+async def test_of_older_steps_the_number_of_items_must_agree(session: ClientSession) -> None:
+    items = pb.AdmitItems(sequence_ids=[1], num_tokens=[40], num_hashes=[2], hashes=digest(1, 2))
+    await session.step(step=5, admit=items)
+    await session.step(step=6)
+    assert (await session.step(step=5, admit=items)).replayed
+    refusal = await refused(session.step(step=5, admit=items, free=pb.FreeItems(sequence_ids=[3])))
+    assert refusal.reason == "STEP_CONTENTS_DIFFER" and refusal.metadata["field"] == "free.sequence_ids"

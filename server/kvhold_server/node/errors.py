@@ -51,6 +51,16 @@ class PoolInUse(PreconditionFailed):
 
 
 @dataclass(eq=False)
+class StepContentsDiffer(InvalidRequest):
+    """A number that was applied before came again for something else: no retry, a caller's bug. Nothing was applied."""
+
+    template = "step {step} part {part} was applied with other contents ({field} differs): take a new number"
+    field: str
+    step: int
+    part: int
+
+
+@dataclass(eq=False)
 class PlanMismatch(PreconditionFailed):
     """The pool was made from another plan, or with other options."""
 

@@ -1,6 +1,6 @@
 """One step of one session on one pool: exactly once, counters after it.
 
-    begin (step log) ─▶ seen before? ─▶ the first answer again
+    begin (step log) ─▶ seen before? ─▶ the same contents? ─▶ the first answer again
          │
          ▼ complete, free, invalidate, extend, admit, lookup
          ▼ counters, evictions ─▶ answer ─▶ finish (step log)
@@ -9,8 +9,10 @@ The pool applies complete, free, extend, admit and lookup in one call. Where has
 extend, the step is applied in two calls of the same number.
 """
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
+from kvhold_server.node.errors import StepContentsDiffer
 from kvhold_server.node.live_pool import LivePool, PoolTotals
 from kvhold_server.node.quotas import apply_quota
 from kvhold_server.node.step_values import StepAnswer, StepCommand
@@ -20,6 +22,7 @@ from kvhold_server.pool.values import Bound, FreeColumns, Removed, Status, StepI
 from kvhold_server.sessions.session import Session
 
 MAX_REMEMBERED_PREEMPTIONS = 65_536
+_NO_WISHES = frozenset({"is_resumed", "annotated"})
 
 
 def apply_step(
@@ -27,21 +30,25 @@ def apply_step(
 ) -> StepAnswer:
     """`quota_left`: blocks that the tenant may still take; None: unbounded.
 
-    Raises StepOutOfOrder, TooManyOpenSteps; then nothing was applied.
+    Raises StepOutOfOrder, StepContentsDiffer, TooManyOpenSteps; then nothing was applied.
     """
     items = command.items
     stored = session.steps.begin(items.step, command.part, items.completed_step)
     if isinstance(stored, StepAnswer):
+        check_retry(session, command, stored)
         live.totals.num_replayed_steps += 1
         return replace(stored, replayed=True)
     remember_preempted(live, session.slot, command)
     if command.annotated:
         live.annotations.add(session.slot, command.annotated)
-    quota_limited = quota_left is not None and apply_quota(live, session.slot, items, quota_left)
+    quota_limited = False
+    if quota_left is not None:
+        items = replace(items, extend=replace(items.extend), admit=replace(items.admit))  # the wish stays as it came
+        quota_limited = apply_quota(live, session.slot, items, quota_left)
     if live.journal is not None and live.journal.unverified:
         live.journal.verify(items.admit.hashes)
     if command.invalidate:
-        output = _step_around_invalidation(live, session.slot, command, now_s)
+        output = _step_around_invalidation(live, session.slot, command, items, now_s)
     else:
         output = live.pool.step(session.slot, items, now_s=now_s)
     count_items(live.totals, output, quota_limited=quota_limited)
@@ -62,7 +69,41 @@ def apply_step(
     if command.include_lookup_blocks:
         _add_lookup_blocks(live.pool, session.slot, items, answer)
     session.steps.finish(items.step, command.part, items.completed_step, answer)
+    session.asked = command
     return answer
+
+
+def check_retry(session: Session, command: StepCommand, answer: StepAnswer) -> None:
+    """A retry wishes what was wished first. Raises StepContentsDiffer.
+
+    Of the newest step the whole request is at hand, by reference: keeping it costs an ordinary step nothing, and only
+    a retry pays for comparing. Of the few before it the number of items is.
+    """
+    items, output, asked = command.items, answer.output, session.asked
+    if isinstance(asked, StepCommand) and (asked.items.step, asked.part) == (items.step, command.part):
+        different = _first_difference(asked, command)
+    else:
+        pairs = (
+            ("free", items.free.sequence_ids, output.free_status),
+            ("extend", items.extend.sequence_ids, output.extend_status),
+            ("admit", items.admit.sequence_ids, output.admit_status),
+        )
+        different = next((f"items.{name}.sequence_ids" for name, now, then in pairs if len(now) != len(then)), "")
+    if different:
+        raise StepContentsDiffer(different.removeprefix("items."), items.step, command.part)
+
+
+def _first_difference(first: Any, again: Any) -> str:
+    """Path of the first field that differs; empty: none does. What the daemon adds, or only tells watchers, is none."""
+    for field in fields(first):
+        one, other = getattr(first, field.name), getattr(again, field.name)
+        if field.name in _NO_WISHES or one == other:
+            continue
+        if not is_dataclass(one):
+            return field.name
+        if deeper := _first_difference(one, other):
+            return f"{field.name}.{deeper}"
+    return ""
 
 
 def remember_preempted(live: LivePool, slot: int, command: StepCommand) -> None:
@@ -125,8 +166,9 @@ def is_unknown(error: object) -> bool:
     return isinstance(error, UnknownSequence | HashesMissing)
 
 
-def _step_around_invalidation(live: LivePool, slot: int, command: StepCommand, now_s: float) -> StepOutput:
-    items = command.items
+def _step_around_invalidation(
+    live: LivePool, slot: int, command: StepCommand, items: StepInput, now_s: float
+) -> StepOutput:
     first = StepInput(step=items.step, completed_step=min(items.completed_step, items.step - 1), free=items.free)
     freed = live.pool.step(slot, first, now_s=now_s)
     drop_hashes(live, slot, command)
