@@ -12,16 +12,14 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from kvhold.v1 import (
     block_pb2,
-    block_pb2_grpc,
     plan_pb2,
     plan_pb2_grpc,
     pool_pb2,
@@ -29,7 +27,8 @@ from kvhold.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from kvhold_client.calls import CallSettings, typed_error
+from kvhold_client.aio_steps import AsyncSteps
+from kvhold_client.calls import CallSettings, aio_call
 from kvhold_client.channels import open_aio_channel
 from kvhold_client.codec import decode_capabilities, decode_plan_response, decode_session_info
 from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
@@ -45,16 +44,6 @@ from kvhold_client.step_outcome import StepOutcome
 from kvhold_client.step_reply import StepReply
 from kvhold_client.target import default_target, normal_target
 
-Answer = TypeVar("Answer")
-
-
-async def _call(method: Callable[..., Awaitable[Answer]], request: Any, settings: CallSettings) -> Answer:
-    """Raises KvholdError for everything that goes wrong on the way or there."""
-    try:
-        return await method(request, timeout=settings.timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise typed_error(error, settings.target) from None
-
 
 class AsyncClient:
     """One connection to one daemon, for one event loop."""
@@ -68,12 +57,12 @@ class AsyncClient:
         """What the daemon can do, and its bounds."""
         stub = plan_pb2_grpc.PlanServiceStub(self._channel)
         request = plan_pb2.GetCapabilitiesRequest()
-        return decode_capabilities(await _call(stub.GetCapabilities, request, self._settings))
+        return decode_capabilities(await aio_call(stub.GetCapabilities, request, self._settings))
 
     async def plan(self, request: plan_pb2.PlanRequest) -> Plan:
         """Plans without allocating anything."""
         stub = plan_pb2_grpc.PlanServiceStub(self._channel)
-        return decode_plan_response(await _call(stub.Plan, request, self._settings))
+        return decode_plan_response(await aio_call(stub.Plan, request, self._settings))
 
     async def open_pool(self, request: PoolRequest) -> "AsyncPool":
         """Makes the pool or attaches to it."""
@@ -83,18 +72,18 @@ class AsyncClient:
 
     async def _open_pool(self, message: pool_pb2.OpenPoolRequest) -> pool_pb2.OpenPoolResponse:
         stub = pool_pb2_grpc.PoolServiceStub(self._channel)
-        return await _call(stub.OpenPool, message, self._settings)
+        return await aio_call(stub.OpenPool, message, self._settings)
 
     async def get_pool(self, name: str) -> "AsyncPool":
         """Attaches to a pool that somebody opened. Raises PoolNotFound."""
         stub = pool_pb2_grpc.PoolServiceStub(self._channel)
-        response = await _call(stub.GetPool, pool_pb2.GetPoolRequest(name=name), self._settings)
+        response = await aio_call(stub.GetPool, pool_pb2.GetPoolRequest(name=name), self._settings)
         return AsyncPool(self, decode_pool(response.pool))
 
     async def list_sessions(self, pool: str = "") -> list[SessionInfo]:
         """Sessions of a pool, or of all."""
         stub = session_pb2_grpc.SessionServiceStub(self._channel)
-        response = await _call(stub.ListSessions, session_pb2.ListSessionsRequest(pool=pool), self._settings)
+        response = await aio_call(stub.ListSessions, session_pb2.ListSessionsRequest(pool=pool), self._settings)
         return [decode_session_info(session) for session in response.sessions]
 
     async def close(self) -> None:
@@ -164,14 +153,14 @@ class AsyncSession:
         self._core = core
         self._settings = client._settings
         self._on_lost = on_lost
-        self._blocks = block_pb2_grpc.BlockServiceStub(client._channel)
+        self._steps = AsyncSteps(client._channel, self._settings)
         self._sessions = session_pb2_grpc.SessionServiceStub(client._channel)
         self._lock = asyncio.Lock()
         self._dead: KvholdError | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def _open(self) -> None:
-        self._core.opened(await _call(self._sessions.OpenSession, self._core.open_request(), self._settings))
+        self._core.opened(await aio_call(self._sessions.OpenSession, self._core.open_request(), self._settings))
         self._task = asyncio.create_task(self._keep_alive(), name="kvhold-keepalive")
 
     @property
@@ -196,9 +185,9 @@ class AsyncSession:
         while True:
             if self._dead is not None:
                 raise self._dead
-            used = self._core.stamp(request)
+            used, steps = self._core.stamp(request), self._steps
             try:
-                return decode_step(await _call(self._blocks.Step, request, self._settings))
+                return decode_step(await steps.call(request))
             except KvholdError as error:
                 if not self._core.may_recover(error, used):
                     raise self._died(error) if error.is_fatal else error from None
@@ -238,6 +227,8 @@ class AsyncSession:
                         raise Unreachable(text) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, MAX_RETRY_PAUSE_S)
+            self._steps.abort()  # somebody may be waiting in it
+            self._steps = AsyncSteps(self._client._channel, self._settings)
             lost = self.table.lose(took.lost_sequence_ids) if took.daemon_restarted else []
             if lost and self._on_lost is not None:
                 self._on_lost([sequence.sequence_id for sequence in lost])
@@ -245,12 +236,12 @@ class AsyncSession:
     async def _try_to_resume(self) -> Resumption:
         request = self._core.resume_request(self.table.held_sequences())
         try:
-            return self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
+            return self._core.opened(await aio_call(self._sessions.OpenSession, request, self._settings))
         except PoolNotFound:  # the daemon restarted, and nobody has opened the pool since
             if self._opened_with is None:
                 raise
             await self._client._open_pool(self._opened_with)
-            return self._core.opened(await _call(self._sessions.OpenSession, request, self._settings))
+            return self._core.opened(await aio_call(self._sessions.OpenSession, request, self._settings))
 
     async def _beats(self, used: Credentials) -> AsyncIterator[session_pb2.KeepAliveRequest]:
         beat = session_pb2.KeepAliveRequest(session_id=used.session_id, epoch=used.epoch)
@@ -282,12 +273,13 @@ class AsyncSession:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._steps.close()
         request = session_pb2.CloseSessionRequest(
             session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_sent_step
         )
         try:
             if self._dead is None:
-                await _call(self._sessions.CloseSession, request, self._settings)
+                await aio_call(self._sessions.CloseSession, request, self._settings)
         except (Unreachable, SessionFenced):
             pass  # it is gone, or goes by itself
 

@@ -1,6 +1,6 @@
-"""One blocking call: deadline, typed errors. Transport faults are retried only where the caller knows it to be safe."""
+"""One call, blocking or not: deadline, typed errors. Transport faults are retried where the caller knows it safe."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +30,14 @@ def call(
         raise typed_error(error, settings.target) from None
     except ValueError as error:  # what gRPC raises for a closed channel
         raise Unreachable(f"the client of {settings.target} is closed: {error}") from None
+
+
+async def aio_call(method: Callable[..., Awaitable[Answer]], request: Any, settings: CallSettings) -> Answer:
+    """The same for a stub of asyncio."""
+    try:
+        return await method(request, timeout=settings.timeout_s)
+    except grpc.RpcError as error:
+        raise typed_error(error, settings.target) from None
 
 
 def typed_error(error: Any, target: str) -> KvholdError:
