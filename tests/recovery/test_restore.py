@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
+from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached, restore_order
 from kvhold_server.pool.values import Completed, Removed
@@ -135,6 +135,19 @@ def test_a_record_behind_a_gap_is_published_again_with_the_gap() -> None:
     assert sorted(result.completed.blocks) == [9, 20]
     assert pool.lookup(0, num_tokens=100, hashes=hashes("a", 3)).hit_tokens == 3 * SIZE
     pool.check_invariants()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_block_that_lost_its_hash_since_the_restart_is_still_its_sequences(everything: bool) -> None:
+    pool = restored(*chain("a", [7, 9, 20]))
+    if everything:
+        pool.reset(force=True)
+    else:
+        pool.evict([9])
+    session = pool.open_session()
+    assert reassert(pool, session, [held(1, [7, 9, 20, 21])]).lost == {}
+    pool.check_invariants()
+    assert pool.tables(session, 1) == [[7, 9, 20, 21]] and pool.counts().held == 4
 
 
 def test_sequences_of_one_session_share_what_the_first_one_publishes() -> None:

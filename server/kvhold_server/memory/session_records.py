@@ -26,6 +26,7 @@ class SessionRecord:
     epoch: int
     token_digest: str
     previous_token_digest: str = ""
+    is_outdated: bool = False  # it may hold sequences of contents that were replaced: they must not be published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

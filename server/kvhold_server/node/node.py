@@ -89,7 +89,7 @@ class Node:
             on_gone=warm.session_gone if warm is not None else None,
         )
         self.warm = warm
-        self.recovering = Recovering(self.sessions)
+        self.recovering = Recovering(self.sessions, warm)
         self._shell = shell
         self._busy: dict[PoolName, str] = {}  # pools that are being opened or deleted → which of the two
         self._reaper = Reaper(self.sessions, self.pools)
@@ -196,6 +196,7 @@ class Node:
         others = self.sessions.num_open(live.name)
         if others > 1 and not even_if_shared:
             raise PoolInUse(name, others, self.watch.num_mappings(live.name))
+        self.recovering.contents_change(live)
         if self.warm is not None and live.journal is not None:
             self.warm.save_content(live.name, live.journal, content, message, expected_generation + 1)
         return new_generation(live, content)
@@ -294,8 +295,7 @@ class Node:
         """Looks at leases and cleans up after the dead, a slice at a time. True: call again soon, there is more."""
         for session in self.sessions.expire(self.now_s):
             self._ended(session)
-        if self.recovering.pools:
-            self.recovering.settle(self.now_s)
+        self.recovering.settle(self.now_s)
         for live in self.pools.values():
             if live.journal is not None:
                 live.journal.keep_order()
@@ -312,7 +312,7 @@ class Node:
     def step(self, session: Session, command: StepCommand) -> StepAnswer:
         """Applies one step of a fenced session. Raises StepOutOfOrder, TooManyOpenSteps, PoolRecovering."""
         if self.recovering.pools:
-            self.recovering.check(session.pool, command, self.now_s)
+            self.recovering.check(session, command, self.now_s)
         live = self.pools[session.pool]
         quota_left = quota_of(live, self.sessions, session.request.tenant) if live.quotas else None
         return apply_step(live, session, command, self.now_s, quota_left)
@@ -320,6 +320,8 @@ class Node:
     def reset_cache(self, name: str, *, force: bool) -> ResetReport:
         """Forgets every cached prefix. Raises BlocksInUse unless forced."""
         live = self.pool(name)
+        if force:
+            self.recovering.contents_change(live)
         num_hashed, slots = forget_hashes(live, self.sessions.sessions(live.name), force=force, reason="RESET")
         kept = [session for session in self.sessions.sessions(live.name) if session.slot in slots]
         return ResetReport(num_reset_blocks=num_hashed, holders=tuple(kept))

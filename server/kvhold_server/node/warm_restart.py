@@ -199,6 +199,7 @@ class WarmRestart:
                 epoch=session.epoch,
                 token_digest=session.token_digest.hex(),
                 previous_token_digest=session.previous_token_digest.hex(),
+                is_outdated=session.is_outdated,
             )
         )
 

@@ -210,17 +210,18 @@ class FreeList:
         self.count = len(plain) + len(cached)
 
     def remove_plain(self, blocks: set[int]) -> None:
-        """Removes these blocks, none of which ever had a hash. O(list), once for all of them."""
+        """Removes these blocks, all of them free and without a hash, some perhaps since they came. O(list), once."""
         if not blocks:
             return
         assert not self._runs
         if self._fresh < self._end:
             self._stack[:0] = range(self._end - 1, self._fresh - 1, -1)
             self._fresh = self._end
-        kept = [block for block in self._stack if block not in blocks]
-        assert len(kept) + len(blocks) == len(self._stack), "they were all there"
-        self.count -= len(blocks)
-        self._stack = kept
+        queued = blocks.difference(self._stack)
+        self._stack = [block for block in self._stack if block not in blocks]
+        self.count -= len(blocks) - len(queued)
+        if queued:
+            self.leave(list(queued))
 
     def order(self) -> Iterator[int]:
         """Ids from front to back. O(list)."""

@@ -162,8 +162,11 @@ def _publish(store: BlockStore, group: int, rows: _Rows) -> None:
         store.copies[group].update((key, alike) for key, alike in copies.items() if len(alike) > 1)
 
 
-def reassert(pool: Pool, session: int, held: Iterable[HeldSequence]) -> Reasserted:
-    """Gives sequences back to a session that holds nothing yet; nothing may have been allocated since the restart."""
+def reassert(pool: Pool, session: int, held: Iterable[HeldSequence], *, is_outdated: bool = False) -> Reasserted:
+    """Gives sequences back to a session that holds nothing yet; nothing may have been allocated since the restart.
+
+    `is_outdated`: what they wrote may be of contents that were replaced: they publish nothing any more.
+    """
     owner = pool._alive(session)
     assert not owner.sequences, "a session re-asserts once"
     lost: dict[int, SequenceNotRestored] = {}
@@ -175,8 +178,10 @@ def reassert(pool: Pool, session: int, held: Iterable[HeldSequence]) -> Reassert
             lost[said.sequence_id] = error
             continue
         claimed |= _hold(pool, owner, said)
-        if not pool.groups.has_states:  # else its next step publishes what is missing
-            pool.groups.publish(owner.sequences[said.sequence_id], said.publish_tokens, pool._turn(owner))
+        sequence = owner.sequences[said.sequence_id]
+        sequence.is_stale = is_outdated
+        if not is_outdated and not pool.groups.has_states:  # with states its next step publishes what is missing
+            pool.groups.publish(sequence, said.publish_tokens, pool._turn(owner))
     pool.store.free.remove_plain(claimed)
     pool.store.version += 1
     return Reasserted(lost=lost, completed=pool.complete(session, owner.step))

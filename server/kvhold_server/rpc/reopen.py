@@ -151,4 +151,5 @@ def _restore(node: Node, warm: WarmRestart, record: SessionRecord) -> None:
     )
     session.slot = live.pool.open_session()
     live.members.add(session.session_id)
-    node.recovering.begin(live.name, node.now_s)
+    session.is_outdated = record.is_outdated
+    node.recovering.begin(live, session, node.now_s)

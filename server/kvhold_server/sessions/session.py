@@ -89,6 +89,7 @@ class Session:
     end_cause: EndCause | None = None
     was_restored: bool = False  # a former daemon opened it: this one has not seen its earlier steps
     must_reassert: bool = False  # restored after a restart: its client has not yet said what it holds
+    is_outdated: bool = False  # the node's to set: it may hold sequences of contents that were replaced
     token_digest: bytes = field(default=b"", repr=False)
     previous_token_digest: bytes = field(default=b"", repr=False)  # good until the newest one is known to have arrived
     fresh_token: str = field(default="", repr=False)  # kept only until the client uses the session: for a retried open

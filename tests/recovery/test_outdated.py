@@ -1,0 +1,105 @@
+"""What a restart must not forget of sequences that still run: whether their contents were replaced, and their kernels."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvhold.v1 import admin_pb2, block_pb2, pool_pb2, session_pb2
+from kvhold_server.domain.ids import PoolName
+from tests.recovery.test_warm_restart import CONTENT, directory, fill, hit_tokens, pool_request, posix
+from tests.rpc.harness import ClientSession, RunningDaemon, digest
+
+__all__ = ["directory"]  # the fixture
+NEW = pool_pb2.ContentIdentity(model="m", weight_version="2")
+
+
+async def replace_contents(daemon: RunningDaemon, how: str) -> None:
+    if how == "update":
+        request = pool_pb2.UpdateContentRequest(pool="p", expected_generation=1, content=NEW)
+        await daemon.pools.UpdateContent(request)
+    else:
+        await daemon.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(pool="p", force=True))
+
+
+async def reassert(daemon: RunningDaemon, session: ClientSession, table: list[int]) -> ClientSession:
+    """Sequence 1, all of whose 48 tokens are computed, under the hashes 1 2 3."""
+    held = session_pb2.HeldSequence(
+        sequence_id=1, num_tokens=48, publish_tokens=48, num_blocks=[3], block_ids=table, hashes=digest(1, 2, 3)
+    )
+    request = session_pb2.OpenSessionRequest(pool="p", resume_token=session.opened.resume_token, held=[held])
+    opened = await daemon.sessions.OpenSession(request)
+    assert not opened.lost_sequence_ids
+    resumed = ClientSession(daemon, opened)
+    resumed.next_step = session.next_step
+    return resumed
+
+
+def table_of(daemon: RunningDaemon) -> list[int]:
+    return daemon.node.pools[PoolName("p")].pool.tables(daemon.node.sessions.sessions()[0].slot, 1)[0]
+
+
+@pytest.mark.parametrize("num_restarts", [1, 2])
+@pytest.mark.parametrize("how", ["update", "reset"])
+async def test_what_ran_when_contents_were_replaced_is_never_hit_after_restarts(
+    directory: Path, how: str, num_restarts: int
+) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        await session.step()
+        table = table_of(daemon)
+        await replace_contents(daemon, how)
+    for _ in range(num_restarts):
+        async with posix(directory) as daemon:
+            await daemon.pools.OpenPool(pool_request(content=NEW if how == "update" else CONTENT))
+            session = await reassert(daemon, session, table)
+            more = block_pb2.ExtendItems(sequence_ids=[1], slots_needed=[49], publish_tokens=[48])
+            await session.step(extend=more)
+            await session.step()
+            assert await hit_tokens(daemon, 1, 2, 3) == 0, "computed with the old weights"
+    async with posix(directory) as daemon:
+        session = await reassert(daemon, session, table)
+        await session.free(1)
+        await daemon.until(lambda: not daemon.node.sessions.sessions()[0].is_outdated)
+        await session.admit(5, 48, 1, 2, 3)
+        await session.step()
+        assert await hit_tokens(daemon, 1, 2, 3) == 48, "what is admitted afterwards is of the new ones"
+        table = daemon.node.pools[PoolName("p")].pool.tables(daemon.node.sessions.sessions()[0].slot, 5)[0]
+    async with posix(directory) as daemon:
+        await reassert(daemon, session, table)
+        assert await hit_tokens(daemon, 1, 2, 3) == 48
+        daemon.check()
+
+
+async def test_what_is_re_asserted_after_contents_were_replaced_is_outdated(directory: Path) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        await session.step()
+        table = table_of(daemon)
+    async with posix(directory) as daemon:
+        await replace_contents(daemon, "update")
+        session = await reassert(daemon, session, table)
+        await session.step()
+        assert await hit_tokens(daemon, 1, 2, 3) == 0
+
+
+async def test_a_newcomer_waits_for_kernels_of_before_the_restart_and_their_own_session_does_not(
+    directory: Path,
+) -> None:
+    """What the former session had let go is in no table; a kernel of its last step may still write there."""
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        table = table_of(daemon)
+        await session.step(free=block_pb2.FreeItems(sequence_ids=[2]), completed_step=1)
+    async with posix(directory) as daemon:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        session = await reassert(daemon, session, table)
+        await session.admit(3, 100, 7)
+        assert clock() - began < 0.8
+        newcomer = await daemon.open_session()
+        await newcomer.admit(1, 100, 8)
+        assert 0.9 < clock() - began < 3.0
