@@ -26,13 +26,24 @@ from kvhold_server.node.node_values import Shell
 from kvhold_server.node.warm_restart import WarmRestart
 from kvhold_server.pages import make_routes
 from kvhold_server.quarantine_log import QuarantineLog
+from kvhold_server.rpc.admin_door import AdminDoor
 from kvhold_server.rpc.fd_channel import FdChannel
+from kvhold_server.rpc.fd_peer import listen
 from kvhold_server.rpc.fd_wire import wait_readable
 from kvhold_server.rpc.interceptors import Guard
 from kvhold_server.rpc.local_transport import LocalTokens, LocalTransport
 from kvhold_server.rpc.regions import RegionKeeper
 from kvhold_server.rpc.reopen import FormerWorker, reclaim_all, reopen_all
-from kvhold_server.rpc.server import AddressInUse, HealthBoard, SocketClaim, listen_tcp, listen_unix, make_server
+from kvhold_server.rpc.server import (
+    SOCKET_MODE,
+    AddressInUse,
+    HealthBoard,
+    SocketClaim,
+    listen_inside,
+    listen_tcp,
+    listen_unix,
+    make_server,
+)
 from kvhold_server.rpc.services.blocks import BlockService
 from kvhold_server.rpc.services.register import add_admin_services, add_engine_services
 from kvhold_server.rpc.tls import TlsFiles, check_exposure
@@ -168,11 +179,15 @@ class Daemon:
         if not self.config.admin_socket:
             add_admin_services(engine_server, self.node, self.request_stop)
             return
+        path, gid = Path(self.config.admin_socket), self.config.socket_gid
+        door = AdminDoor(path, gid)
+        self._stack.push_async_callback(door.close)
         server = make_server(self._interceptors(), self.config.limits.max_message_bytes)
-        listen_unix(server, self._claims[self.config.admin_socket], self.config.socket_gid)
-        add_admin_services(server, self.node, self.request_stop)
+        listen_inside(server, door.inner)
+        add_admin_services(server, self.node, self.request_stop, door.caller_of)
         self.health.add_to(server)
         await self._start_server(server)
+        door.start(listen(path, mode=SOCKET_MODE, group_gid=gid))
 
     async def _start_health(self) -> None:
         """Health alone, for probes that speak plaintext TCP only: nothing else is reachable there."""

@@ -28,7 +28,7 @@ async def test_reset_is_refused_while_blocks_are_held_unless_forced(
         answer = await daemon.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest(pool="p", force=True))
     assert answer.num_reset_blocks == 2
     assert [(h.client_name, h.num_held_blocks) for h in answer.holders] == [("engine", 3)]
-    assert "reset_prefix_cache" in caplog.text and "caller=unix" in caplog.text
+    assert "reset_prefix_cache" in caplog.text and "caller=unknown (on the engines' socket)" in caplog.text
     assert list((await session.admit(2, 40, 1, 2)).admit.hit_tokens) == [0]
 
 

@@ -141,6 +141,21 @@ def listen_unix(server: grpc.aio.Server, claim: SocketClaim, gid: int) -> None:
     claim.open_to_group(gid)
 
 
+def listen_inside(server: grpc.aio.Server, path: Path) -> None:
+    """Binds where nobody but our own user (and root) can connect. The path is under its claim's lock."""
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise SocketPathUnusable(str(path), f"{size} bytes, a socket's path has at most {MAX_SOCKET_PATH_BYTES}")
+    _clear_stale(path)
+    before = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise SocketPathUnusable(str(path), str(error)) from None
+    finally:
+        os.umask(before)
+
+
 def listen_tcp(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Binds, in plaintext without credentials, and returns the port. Raises AddressInUse."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

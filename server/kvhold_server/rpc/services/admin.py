@@ -40,11 +40,20 @@ DRAIN_PROGRESS_S = 0.2
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """See the proto. `request_stop(deadline_s)` begins the daemon's own drain; None: its configured deadline."""
+    """See the proto. `request_stop(deadline_s)` begins the daemon's own drain; None: its configured deadline.
 
-    def __init__(self, node: Node, request_stop: Callable[[float | None], None]) -> None:
+    `caller_of` tells from gRPC's name of a peer who it is, for the audit log.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        request_stop: Callable[[float | None], None],
+        caller_of: Callable[[str], str] | None = None,
+    ) -> None:
         self._node = node
         self._request_stop = request_stop
+        self._caller_of = caller_of or caller_without_door
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> AsyncIterator[pb.DrainResponse]:
         node = self._node
@@ -53,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         deadline_s = request.deadline.seconds + request.deadline.nanos / 1e9
         if deadline_s < 0:
             raise InvalidField("deadline", deadline_s, "must not be negative")
-        _audit(context, "drain", deadline_s=deadline_s)
+        self._audit(context, "drain", deadline_s=deadline_s)
         self._request_stop(deadline_s or None)
         while not node.drain.is_draining:
             await asyncio.sleep(0)
@@ -64,7 +73,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         report = self._node.reset_cache(request.pool, force=request.force)
-        _audit(context, "reset_prefix_cache", pool=request.pool, force=request.force, blocks=report.num_reset_blocks)
+        self._audit(
+            context, "reset_prefix_cache", pool=request.pool, force=request.force, blocks=report.num_reset_blocks
+        )
         holders = [self._holder(session) for session in report.holders]
         return pb.ResetPrefixCacheResponse(
             boot_id=self._node.boot_id, num_reset_blocks=report.num_reset_blocks, holders=holders
@@ -76,7 +87,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise TooManyItems("block_ids", len(request.block_ids), node.limits.max_evict_blocks)
         wanted = block_ids("block_ids", request.block_ids, node.pool(request.pool).config.num_blocks)
         num_evicted = node.evict_blocks(request.pool, wanted)
-        _audit(context, "evict_blocks", pool=request.pool, asked=len(wanted), evicted=num_evicted)
+        self._audit(context, "evict_blocks", pool=request.pool, asked=len(wanted), evicted=num_evicted)
         return pb.EvictBlocksResponse(boot_id=node.boot_id, num_evicted_blocks=num_evicted)
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:
@@ -87,7 +98,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 0 <= request.max_held_blocks <= MAX_INT32:
             raise InvalidField("max_held_blocks", request.max_held_blocks, f"must be 0..{MAX_INT32}")
         num_held = node.set_quota(request.pool, request.tenant, request.max_held_blocks)
-        _audit(context, "set_quota", pool=request.pool, tenant=request.tenant, max_held_blocks=request.max_held_blocks)
+        self._audit(
+            context, "set_quota", pool=request.pool, tenant=request.tenant, max_held_blocks=request.max_held_blocks
+        )
         return pb.SetQuotaResponse(boot_id=node.boot_id, num_held_blocks=num_held)
 
     async def DescribeBlocks(self, request: pb.DescribeBlocksRequest, context: Any) -> pb.DescribeBlocksResponse:
@@ -111,6 +124,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         hashes = cut_hashes("explain", [len(request.hashes) // shape.hash_size_bytes], request.hashes, shape)
         return _encode_explanation(self._node.boot_id, live, explain_lookup(live.pool, request.num_tokens, hashes))
 
+    def _audit(self, context: Any, action: str, **fields: object) -> None:
+        shown = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        audit.info("action=%s caller=%s %s", action, self._caller_of(context.peer()), shown)
+
     def _progress(self, *, done: bool) -> pb.DrainResponse:
         node = self._node
         return pb.DrainResponse(
@@ -129,9 +146,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
 
-def _audit(context: Any, action: str, **fields: object) -> None:
-    shown = " ".join(f"{name}={value!r}" for name, value in fields.items())
-    audit.info("action=%s caller=%s %s", action, context.peer(), shown)
+def caller_without_door(peer: str) -> str:
+    """An address over TCP; of a unix socket gRPC knows nothing."""
+    return "unknown (on the engines' socket)" if peer.startswith("unix") else peer
 
 
 def _check_page(request: pb.DescribeBlocksRequest, live: LivePool, max_blocks: int) -> None:

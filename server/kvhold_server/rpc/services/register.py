@@ -55,9 +55,14 @@ def add_engine_services(
     add_reflection(server, services)
 
 
-def add_admin_services(server: grpc.aio.Server, node: Node, request_stop: Callable[[float | None], None]) -> None:
-    """Everything that administrators call."""
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node, request_stop), server)
+def add_admin_services(
+    server: grpc.aio.Server,
+    node: Node,
+    request_stop: Callable[[float | None], None],
+    caller_of: Callable[[str], str] | None = None,
+) -> None:
+    """Everything that administrators call. `caller_of`: who a peer of gRPC's is, where somebody knows."""
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node, request_stop, caller_of), server)
     _mention(node, list(admin_pb2.DESCRIPTOR.services_by_name.values()))
 
 

@@ -1,0 +1,98 @@
+"""Who an administrator was, as the kernel says it; and that gRPC's own socket is nobody's but ours."""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvhold.v1 import admin_pb2 as pb
+from kvhold.v1 import admin_pb2_grpc
+from kvhold_server.rpc.admin_door import MAX_CONNECTIONS
+from kvhold_server.rpc.server import SocketPathUnusable
+from tests.rpc.harness import RunningDaemon, running
+
+RESET = """
+import grpc, os, sys
+from kvhold.v1 import admin_pb2 as pb, admin_pb2_grpc
+with grpc.insecure_channel("unix:" + sys.argv[1]) as channel:
+    admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(pb.ResetPrefixCacheRequest(pool="p"))
+print(os.getpid())
+"""
+
+
+@pytest.fixture
+async def daemon(short_dir: Path) -> AsyncIterator[RunningDaemon]:
+    async with running(short_dir, admin_socket=str(short_dir / "a.sock")) as started:
+        await started.open_pool()
+        yield started
+        started.check()
+
+
+def admin_path(daemon: RunningDaemon) -> str:
+    return daemon.daemon.config.admin_socket
+
+
+async def test_the_audit_log_names_the_process_that_called(
+    daemon: RunningDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two at once, each with its own line."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with caplog.at_level(logging.INFO, "kvhold.audit"):
+        command = [sys.executable, "-c", RESET, admin_path(daemon)]
+        pipe = asyncio.subprocess.PIPE
+        others = [await asyncio.create_subprocess_exec(*command, stdout=pipe, env=environment) for _ in range(2)]
+        async with grpc.aio.insecure_channel(f"unix:{admin_path(daemon)}") as channel:
+            await admin_pb2_grpc.AdminServiceStub(channel).EvictBlocks(pb.EvictBlocksRequest(pool="p"))
+        outputs = [await other.communicate() for other in others]
+    pids = [int(output) for output, _ in outputs]
+    assert all(other.returncode == 0 for other in others)
+    for pid, action in [(os.getpid(), "evict_blocks"), *((pid, "reset_prefix_cache") for pid in pids)]:
+        line = f"action={action} caller=uid={os.getuid()} gid={os.getgid()} pid={pid} "
+        assert sum(line in record.message for record in caplog.records) == 1, caplog.text
+
+
+async def test_grpc_itself_listens_where_only_our_user_can_connect(daemon: RunningDaemon) -> None:
+    outer, inner = Path(admin_path(daemon)), Path(f"{admin_path(daemon)}.in")
+    assert stat.S_IMODE(outer.stat().st_mode) == 0o660
+    assert stat.S_IMODE(inner.stat().st_mode) == 0o600
+
+
+async def test_drain_tells_its_last_word_through_the_door(short_dir: Path) -> None:
+    """The answer of the call that stops the daemon arrives, although everything is taken down meanwhile."""
+    async with running(short_dir, admin_socket=str(short_dir / "a.sock")) as daemon:
+        stopped = asyncio.create_task(daemon.daemon.run_until_stopped())
+        async with grpc.aio.insecure_channel(f"unix:{admin_path(daemon)}") as channel:
+            answers = [answer async for answer in admin_pb2_grpc.AdminServiceStub(channel).Drain(pb.DrainRequest())]
+        assert answers[-1].done
+        await asyncio.wait_for(stopped, 10)
+        assert not Path(admin_path(daemon)).exists() and not Path(f"{admin_path(daemon)}.in").exists()
+
+
+async def test_connections_are_bounded_and_come_back(daemon: RunningDaemon) -> None:
+    loop = asyncio.get_running_loop()
+    clients = []
+    for _ in range(MAX_CONNECTIONS + 1):
+        client = socket.socket(socket.AF_UNIX)
+        client.setblocking(False)
+        await loop.sock_connect(client, admin_path(daemon))
+        clients.append(client)
+    assert await asyncio.wait_for(loop.sock_recv(clients[-1], 1), 5) == b"", "one too many"
+    for client in clients:
+        client.close()
+    await asyncio.sleep(0.3)
+    async with grpc.aio.insecure_channel(f"unix:{admin_path(daemon)}") as channel:
+        await admin_pb2_grpc.AdminServiceStub(channel).EvictBlocks(pb.EvictBlocksRequest(pool="p"))
+
+
+async def test_a_path_that_leaves_no_room_for_the_inner_one_is_named(short_dir: Path) -> None:
+    path = str(short_dir / "a").ljust(106, "a")
+    with pytest.raises(SocketPathUnusable, match="at most 107"):
+        async with running(short_dir, admin_socket=path):
+            pass
