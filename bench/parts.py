@@ -57,7 +57,7 @@ def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
     yield tool("pool: opening, heap, hashing, freeing", "pool.py")
     yield tool("hashing", "hashing.py", "--tokens", "131072" if is_full else "32768")
     yield tool("planner", "planner.py")
-    yield tool("scrape", "scrape.py", *(() if is_full else ("--rounds", "2", "--seconds", "1")))
+    yield tool("scrape", "scrape.py", *(() if is_full else ("--rounds", "12")))
     yield tool("where a step's time goes in the daemon", "step_handling.py", "--items", "16")
     if is_full:
         yield tool("scale", "scale.py")

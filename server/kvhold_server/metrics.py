@@ -1,6 +1,8 @@
-"""/metrics: a snapshot taken at once (microseconds), rendered family by family, so that a scrape delays no step.
+"""/metrics: a snapshot taken pool by pool, rendered family by family, so that a scrape delays no step.
 
-    Node ──take_snapshot──▶ Snapshot ──SnapshotCollector──▶ families ──exposition.py──▶ parts of text
+    Node ──observe/take.py──▶ Snapshot ──SnapshotCollector──▶ families ──exposition.py──▶ parts of text
+
+What one pool says is of one moment, so that its block states sum to its blocks.
 
 Nothing is counted here: numbers come from the pool, the session table and the shell's telemetry, where the truth is.
 There is no registry. Label sets are bounded by the daemon's own bounds: pools, states, results, methods, codes.
@@ -18,7 +20,6 @@ from kvhold_server.node.live_pool import LivePool, PoolTotals, RecoveryReport
 from kvhold_server.node.node import Node
 from kvhold_server.node.telemetry import Exemplar, Histogram, Telemetry
 from kvhold_server.pool.values import Counts, PrefixStatistics
-from kvhold_server.sessions.lease import SessionState
 
 PREFIX = "kvhold_"
 SESSION_STATES = ("live", "grace", "quarantined")
@@ -53,25 +54,18 @@ class Snapshot:
     telemetry: Telemetry
 
 
-def take_snapshot(node: Node, version: str, started_at_s: float) -> Snapshot:
-    """Copies what changes. Call on the event loop."""
+def sessions_by_state(node: Node) -> dict[str, dict[str, int]]:
+    """Pool → state → sessions."""
     by_pool: dict[str, dict[str, int]] = {name: dict.fromkeys(SESSION_STATES, 0) for name in node.pools}
     for session in node.sessions.sessions():
-        state = session.state if session.state.is_open else SessionState.WAITING
-        word = state.value if session.state.is_open else "quarantined"
+        word = session.state.value if session.state.is_open else "quarantined"
         if session.pool in by_pool:
             by_pool[session.pool][word] += 1
-    return Snapshot(
-        boot_id=node.boot_id,
-        version=version,
-        is_draining=node.drain.is_draining,
-        uptime_s=node.now_s - started_at_s,
-        pools=tuple(_pool_snapshot(live, by_pool[live.name]) for live in node.pools.values()),
-        telemetry=node.telemetry.copy(),
-    )
+    return by_pool
 
 
-def _pool_snapshot(live: LivePool, sessions: dict[str, int]) -> PoolSnapshot:
+def take_pool(live: LivePool, sessions: dict[str, int]) -> PoolSnapshot:
+    """Copies what changes. Call on the event loop."""
     return PoolSnapshot(
         name=live.name,
         model=live.identity.content.model,
@@ -225,20 +219,26 @@ def _pool_families(pools: tuple[PoolSnapshot, ...]) -> Iterator[Metric]:
 
 
 def _rpc_families(telemetry: Telemetry) -> Iterator[Metric]:
+    methods = telemetry.methods.items()
     calls = CounterMetricFamily(PREFIX + "rpcs", "Calls by method and status code.", labels=["method", "code"])
     in_flight = GaugeMetricFamily(PREFIX + "rpcs_in_flight", "Calls being served.", labels=["method"])
-    durations = HistogramMetricFamily(PREFIX + "rpc_duration_seconds", "Time to serve a call.", labels=["method"])
-    for method, stats in telemetry.methods.items():
+    for method, stats in methods:
         for code, count in stats.codes.items():
             calls.add_metric([method, code], count)
         in_flight.add_metric([method], stats.in_flight)
+    yield calls
+    yield in_flight
+    durations = HistogramMetricFamily(PREFIX + "rpc_duration_seconds", "Time to serve a call.", labels=["method"])
+    for method, stats in methods:
         if any(stats.durations.buckets):  # a histogram is a dozen lines: only of methods that are used
             durations.add_metric([method], cumulated(stats.durations, stats.exemplars), stats.durations.sum)
+    yield durations
     lag = HistogramMetricFamily(PREFIX + "event_loop_lag_seconds", "How late the event loop came to a timer.")
     lag.add_metric([], cumulated(telemetry.loop_lag), telemetry.loop_lag.sum)
+    yield lag
     unexpected = CounterMetricFamily(PREFIX + "unexpected_errors", "Bugs met while serving; see the log.")
     unexpected.add_metric([], telemetry.num_unexpected_errors)
-    return iter((calls, in_flight, durations, lag, unexpected))
+    yield unexpected
 
 
 Bucket: TypeAlias = "tuple[str, float] | tuple[str, float, WireExemplar]"

@@ -18,12 +18,11 @@ from kvhold_server.observe.block_map import BlockMap, draw_map, find
 from kvhold_server.observe.event_tail import event_lines
 from kvhold_server.observe.extra_metrics import WATCHED_CODES, ViewCollector
 from kvhold_server.observe.page import Page, Search
-from kvhold_server.observe.take import Observer
+from kvhold_server.observe.take import PAUSE_S, Observer
 from kvhold_server.observe.view import NodeView
 
 CACHE_S = 0.25
 MAP_CACHE_S = 1.0
-PART_PAUSE_S = 0.001
 HTML, JSON = "text/html; charset=utf-8", "application/json"
 
 
@@ -33,7 +32,7 @@ async def render_in_slices(view: NodeView, accept: str) -> HttpReply:
     parts: list[str] = []
     for part in exposition.parts:
         parts.append(part)
-        await asyncio.sleep(PART_PAUSE_S)  # a step takes several turns of the loop: it meets one part, not one in each
+        await asyncio.sleep(PAUSE_S)
     return HttpReply(content_type=exposition.content_type, body="".join(parts).encode())
 
 

@@ -1,12 +1,18 @@
-"""Takes a NodeView from a running node. Runs on the event loop's thread; costs O(pools + layers), and O(held blocks)
-once in SESSIONS_PERIOD_S, because each session counts its blocks: session by session, steps go between.
+"""Takes a NodeView from a running node, in pieces: after each of them steps that wait may run.
+
+    session │ … │ backend │ … │ pool │ … │ telemetry      each │ is a pause; most pieces take 0.1 ms
+
+Runs on the event loop's thread; costs O(pools + layers), and once in SLOW_PERIOD_S O(held blocks), because each session
+counts its blocks, and some system calls.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvhold_server.domain.plan import RankPlan
-from kvhold_server.metrics import PoolSnapshot, take_snapshot
+from kvhold_server.memory.backend import DeviceUsage
+from kvhold_server.metrics import PoolSnapshot, Snapshot, sessions_by_state, take_pool
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.node.node import Node
 from kvhold_server.observe.view import (
@@ -22,7 +28,8 @@ from kvhold_server.observe.view import (
 from kvhold_server.sessions.session import Session
 
 MAX_SHOWN_LAYERS = 512  # of the plan picture; the numbers are exact
-SESSIONS_PERIOD_S = 2.0
+SLOW_PERIOD_S = 2.0
+PAUSE_S = 0.001  # a step takes several turns of the loop: it meets one piece, not one in each
 
 
 class Observer:
@@ -33,27 +40,48 @@ class Observer:
         self._version = version
         self._started_at_s = node.now_s
         self._sessions: tuple[SessionView, ...] = ()
-        self._sessions_at_s = float("-inf")
+        self._backends: tuple[BackendView, ...] = ()
+        self._devices: tuple[DeviceView, ...] = ()
+        self._slow_at_s = float("-inf")
         self._residency: dict[str, ResidencyHistograms] = {}
         self._pictures: dict[str, PlanPicture] = {}
 
     async def take(self) -> NodeView:
-        """The whole picture now; sessions may be two seconds old."""
+        """The whole picture: each pool as of one moment; sessions and devices may be two seconds old."""
         node = self._node
-        if node.now_s - self._sessions_at_s >= SESSIONS_PERIOD_S:
-            self._sessions_at_s = node.now_s
-            self._sessions = await session_views(node)
-        snapshot = take_snapshot(node, self._version, self._started_at_s)
+        if node.now_s - self._slow_at_s >= SLOW_PERIOD_S:
+            self._slow_at_s = node.now_s
+            await self._look_at_slow()
+        views = [self._pool_view(live, sessions) async for live, sessions in self._pools_in_turn()]
+        snapshot = Snapshot(
+            boot_id=node.boot_id,
+            version=self._version,
+            is_draining=node.drain.is_draining,
+            uptime_s=node.now_s - self._started_at_s,
+            pools=tuple(view.snapshot for view in views),
+            telemetry=node.telemetry.copy(),
+        )
         return NodeView(
             snapshot=snapshot,
-            pools=tuple(
-                pool_view(node, live, pool, self._picture_of(live), self._residency_of(live))
-                for live, pool in zip(node.pools.values(), snapshot.pools, strict=True)
-            ),
+            pools=tuple(views),
             sessions=self._sessions,
-            backends=backend_views(node),
-            devices=device_views(node),
+            backends=self._backends,
+            devices=self._devices,
         )
+
+    async def _look_at_slow(self) -> None:
+        self._sessions = await session_views(self._node)
+        self._backends = await backend_views(self._node)
+        self._devices = await device_views(self._node)
+
+    async def _pools_in_turn(self) -> AsyncIterator[tuple[LivePool, dict[str, int]]]:
+        by_state = sessions_by_state(self._node)
+        for live in tuple(self._node.pools.values()):
+            await asyncio.sleep(PAUSE_S)
+            yield live, by_state[live.name]
+
+    def _pool_view(self, live: LivePool, sessions: dict[str, int]) -> PoolView:
+        return pool_view(self._node, live, take_pool(live, sessions), self._picture_of(live), self._residency_of(live))
 
     def _picture_of(self, live: LivePool) -> "PlanPicture":
         """Made once a pool: a plan never changes, and may have hundreds of layers."""
@@ -113,7 +141,7 @@ async def session_views(node: Node) -> tuple[SessionView, ...]:
     found = []
     for session in node.sessions.sessions():
         found.append(_session_view(node, session))
-        await asyncio.sleep(0)
+        await asyncio.sleep(PAUSE_S)
     return tuple(found)
 
 
@@ -138,24 +166,32 @@ def _session_view(node: Node, session: Session) -> SessionView:
     )
 
 
-def backend_views(node: Node) -> tuple[BackendView, ...]:
+async def backend_views(node: Node) -> tuple[BackendView, ...]:
     """Health of every memory backend. Pressure is not ill health."""
-    healths = [(name, backend.health()) for name, backend in node.backends.items()]
-    return tuple(BackendView(name=name, ok=health.ok, detail=health.detail) for name, health in healths)
+    found = []
+    for name, backend in node.backends.items():
+        health = backend.health()
+        found.append(BackendView(name=name, ok=health.ok, detail=health.detail))
+        await asyncio.sleep(PAUSE_S)
+    return tuple(found)
 
 
-def device_views(node: Node) -> tuple[DeviceView, ...]:
+async def device_views(node: Node) -> tuple[DeviceView, ...]:
     """Memory of every device that a backend holds something on, or that is not host memory."""
-    return tuple(
-        DeviceView(
-            backend=name,
-            device=device.device_uuid,
-            total_bytes=device.total_bytes,
-            free_bytes=device.free_bytes,
-            held_bytes=device.held_bytes,
-        )
-        for name, backend in node.backends.items()
-        for device in backend.usage().devices
+    found: list[DeviceView] = []
+    for name, backend in node.backends.items():
+        found += (_device_view(name, device) for device in backend.usage().devices)
+        await asyncio.sleep(PAUSE_S)
+    return tuple(found)
+
+
+def _device_view(backend: str, device: DeviceUsage) -> DeviceView:
+    return DeviceView(
+        backend=backend,
+        device=device.device_uuid,
+        total_bytes=device.total_bytes,
+        free_bytes=device.free_bytes,
+        held_bytes=device.held_bytes,
     )
 
 
