@@ -180,6 +180,7 @@ def test_bad_flags_and_used_paths_have_exit_codes_and_one_line(short_dir: Path) 
     assert "lease_ttl_s" in process.communicate()[1]
     (short_dir / "k.sock").write_text("")
     process = start_daemon(short_dir)
+    process.wait(20)  # first: `communicate` lets go of its leash
     output = process.communicate(timeout=20)[1]
     assert process.returncode == 1 and "SOCKET_PATH_TAKEN" in output and "Traceback" not in output
 
