@@ -270,8 +270,10 @@ NODE = Board(
                         ("{{pool}} provisional", f"kvhold_pool_provisional_blocks{POOL}"),
                         ("{{pool}} fenced", f"kvhold_pool_fenced_blocks{POOL}"),
                         ("{{pool}} quarantined", QUARANTINED),
+                        ("{{pool}} given ahead", f"kvhold_pool_lookahead_blocks{POOL}"),
                     ),
-                    "kvhold_pool_provisional_blocks, kvhold_pool_fenced_blocks, kvhold_pool_blocks{state=quarantined}",
+                    "kvhold_pool_provisional_blocks, kvhold_pool_fenced_blocks, kvhold_pool_lookahead_blocks,"
+                    " kvhold_pool_blocks{state=quarantined}",
                 ),
             ),
         ),

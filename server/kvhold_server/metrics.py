@@ -37,6 +37,7 @@ class PoolSnapshot:
     totals: PoolTotals
     recovery: RecoveryReport
     sessions: dict[str, int]
+    num_lookahead_blocks: int
     size_bytes: int
     block_size_bytes: int
     content_generation: int
@@ -64,7 +65,16 @@ def sessions_by_state(node: Node) -> dict[str, dict[str, int]]:
     return by_pool
 
 
-def take_pool(live: LivePool, sessions: dict[str, int]) -> PoolSnapshot:
+def lookahead_by_pool(node: Node) -> dict[str, int]:
+    """Pool → blocks that its schedulers were given ahead of time."""
+    by_pool: dict[str, int] = dict.fromkeys(node.pools, 0)
+    for session in node.sessions.sessions():
+        if session.pool in by_pool and session.state.is_open:
+            by_pool[session.pool] += session.num_lookahead_blocks
+    return by_pool
+
+
+def take_pool(live: LivePool, sessions: dict[str, int], num_lookahead_blocks: int) -> PoolSnapshot:
     """Copies what changes. Call on the event loop."""
     return PoolSnapshot(
         name=live.name,
@@ -75,6 +85,7 @@ def take_pool(live: LivePool, sessions: dict[str, int]) -> PoolSnapshot:
         totals=live.totals.copy(),
         recovery=live.recovery,
         sessions=sessions,
+        num_lookahead_blocks=num_lookahead_blocks,
         size_bytes=live.size_bytes,
         block_size_bytes=live.plan.ranks[0].bytes_per_block if live.plan else 0,
         content_generation=live.content_generation,
@@ -171,6 +182,8 @@ POOL_FAMILIES: tuple[Spec, ...] = (
          _one(lambda p: p.counts.provisional)),
     Spec(GAUGE, "pool_fenced_blocks", "Free, waiting for a step of their last holder to complete.", (),
          _one(lambda p: p.counts.fenced)),
+    Spec(GAUGE, "pool_lookahead_blocks", "Part of held: given by steps asked for before the device had begun them.", (),
+         _one(lambda p: p.num_lookahead_blocks)),
     Spec(GAUGE, "pool_usage_ratio", "Share of usable blocks (all but the null block) held or quarantined.", (),
          _one(lambda p: usage_ratio(p.counts))),
     Spec(GAUGE, "pool_sequences", "Sequences that hold blocks.", (), _one(lambda p: p.counts.sequences)),

@@ -27,6 +27,7 @@ STATISTICS = PrefixStatistics(
 
 def pool_view(name: str = "chat", **fields: Any) -> PoolView:
     snapshot = PoolSnapshot(
+        num_lookahead_blocks=3,
         name=name,
         model="example/model",
         backend="posix_shm",

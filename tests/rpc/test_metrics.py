@@ -5,7 +5,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvhold.v1 import block_pb2
 from kvhold_server.http import MAX_CONNECTIONS, REQUEST_TIMEOUT_S
+from kvhold_server.observe.routes import CACHE_S
 from tests.rpc.harness import RunningDaemon, refused, running
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -65,6 +67,20 @@ async def test_numbers_follow_the_work_and_usage_leaves_the_null_block_out(short
         assert value(samples, "kvhold_rpcs_total", method="BlockService/Step", code="OK") == 5
         assert value(samples, "kvhold_rpcs_total", method="BlockService/Step", code="INVALID_ARGUMENT") == 1
         assert value(samples, "kvhold_rpc_duration_seconds_count", method="BlockService/Step") == 6
+
+
+async def test_blocks_given_to_a_step_that_the_device_has_not_begun_are_counted(short_dir: Path) -> None:
+    async with running(short_dir, metrics="127.0.0.1:0") as daemon:
+        await daemon.open_pool(num_blocks=101)
+        session = await daemon.open_session()
+        await session.admit(1, 40, 1, 2)
+        await session.step(extend=block_pb2.ExtendItems(sequence_ids=[1], slots_needed=[80]), completed_step=0)
+        assert value(await scrape(daemon), "kvhold_pool_lookahead_blocks", pool="p") == 2
+        await asyncio.sleep(CACHE_S)
+        await session.step(free=block_pb2.FreeItems(sequence_ids=[1]))
+        samples = await scrape(daemon)
+        assert value(samples, "kvhold_pool_lookahead_blocks", pool="p") == 0
+        assert value(samples, "kvhold_pool_blocks", pool="p", state="held") == 0
 
 
 async def test_eight_pools_stay_under_a_thousand_lines(short_dir: Path) -> None:

@@ -70,7 +70,14 @@ def apply_step(
         _add_lookup_blocks(live.pool, session.slot, items, answer)
     session.steps.finish(items.step, command.part, items.completed_step, answer)
     session.asked = command
+    is_ahead = items.step - items.completed_step > 1
+    session.num_lookahead_blocks = num_given(output) if is_ahead else 0
     return answer
+
+
+def num_given(output: StepOutput) -> int:
+    """New table entries of a step: blocks that it gave, not those that it hit."""
+    return len(output.extend_blocks) + len(output.admit_blocks) - sum(output.admit_hit_counts)
 
 
 def check_retry(session: Session, command: StepCommand, answer: StepAnswer) -> None:

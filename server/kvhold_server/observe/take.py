@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvhold_server.domain.plan import RankPlan
 from kvhold_server.memory.backend import DeviceUsage
-from kvhold_server.metrics import PoolSnapshot, Snapshot, sessions_by_state, take_pool
+from kvhold_server.metrics import PoolSnapshot, Snapshot, lookahead_by_pool, sessions_by_state, take_pool
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.node.node import Node
 from kvhold_server.observe.view import (
@@ -52,7 +52,7 @@ class Observer:
         if node.now_s - self._slow_at_s >= SLOW_PERIOD_S:
             self._slow_at_s = node.now_s
             await self._look_at_slow()
-        views = [self._pool_view(live, sessions) async for live, sessions in self._pools_in_turn()]
+        views = [view async for view in self._pool_views()]
         snapshot = Snapshot(
             boot_id=node.boot_id,
             version=self._version,
@@ -74,14 +74,13 @@ class Observer:
         self._backends = await backend_views(self._node)
         self._devices = await device_views(self._node)
 
-    async def _pools_in_turn(self) -> AsyncIterator[tuple[LivePool, dict[str, int]]]:
-        by_state = sessions_by_state(self._node)
-        for live in tuple(self._node.pools.values()):
+    async def _pool_views(self) -> AsyncIterator[PoolView]:
+        node = self._node
+        sessions, lookahead = sessions_by_state(node), lookahead_by_pool(node)
+        for live in tuple(node.pools.values()):
             await asyncio.sleep(PAUSE_S)
-            yield live, by_state[live.name]
-
-    def _pool_view(self, live: LivePool, sessions: dict[str, int]) -> PoolView:
-        return pool_view(self._node, live, take_pool(live, sessions), self._picture_of(live), self._residency_of(live))
+            snapshot = take_pool(live, sessions[live.name], lookahead[live.name])
+            yield pool_view(node, live, snapshot, self._picture_of(live), self._residency_of(live))
 
     def _picture_of(self, live: LivePool) -> "PlanPicture":
         """Made once a pool: a plan never changes, and may have hundreds of layers."""

@@ -81,6 +81,7 @@ class Session:
     epoch: Epoch = FIRST_EPOCH
     steps: StepLog = field(default_factory=StepLog)  # the node's to use
     asked: object = field(default=None, repr=False)  # the node's: what its newest step was, to know a retry of it
+    num_lookahead_blocks: int = 0  # the node's: given by its newest step while the one before was still computing
     slot: int = NO_SLOT  # the node's to set: the session's number inside its pool
     stream: StreamId = NO_STREAM  # the newest one
     heard_at_s: float  # last sign of life on the stream
