@@ -17,7 +17,7 @@ from kvhold_server.domain.service_limits import ServiceLimits  # noqa: E402
 
 TARGET = ROOT / "deploy" / "helm" / "kvhold" / "values.schema.json"
 # The daemon's settings that the chart decides itself.
-CHART_OWNED = {"socket", "socket_gid", "admin_socket", "state_dir", "health", "metrics"}
+CHART_OWNED = {"socket", "socket_gid", "admin_socket", "state_dir", "holder", "health", "metrics"}
 # Those that make no sense in a pod of the chart: TCP for engines needs certificates and another threat model.
 NOT_IN_CHART = {"tcp", "insecure", "tls_cert", "tls_key", "tls_client_ca"}
 
@@ -141,6 +141,7 @@ SCHEMA = {
                     "affinity": ANY,
                 }
             ),
+            "holder": obj({"enabled": B}),
             "serviceAccount": obj({"create": B, "name": S, "annotations": MAP}),
             "networkPolicy": obj({"enabled": B, "metricsFrom": ANYL, "engineFrom": ANYL}),
             "podMonitor": obj(
@@ -151,6 +152,8 @@ SCHEMA = {
         },
         ["mode", "image", "ports", "gpu"],
     ),
+    "if": {"properties": {"mode": {"const": "sidecar"}}},
+    "then": {"properties": {"holder": {"properties": {"enabled": {"const": False}}}}},
 }
 
 

@@ -39,6 +39,7 @@ def variants() -> dict[str, Manifest]:
             "commonLabels": {"team": "inference"},
             "podAnnotations": {"example.com/note": "x"},
         }
+    found["daemonset-holder"] = {**found["daemonset-runtimeClass"], "holder": {"enabled": True}}
     for example in sorted(EXAMPLES.glob("values-*.yaml")):
         found[example.stem] = yaml.safe_load(example.read_text())
     return found

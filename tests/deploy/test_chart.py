@@ -1,5 +1,6 @@
 """The chart in all modes: valid against real schemas, and what its pods promise."""
 
+import importlib.util
 import json
 import subprocess
 import tomllib
@@ -32,7 +33,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kuberne
 
 MINORS = ("1.37.0", "1.36.0", "1.35.0")
 VARIANTS = variants()
-CHART_OWNED = {"socket", "socket_gid", "admin_socket", "state_dir", "health", "metrics"}
+CHART_OWNED = {"socket", "socket_gid", "admin_socket", "state_dir", "holder", "health", "metrics"}
 
 # Checks of checkov that we break on purpose, and why.
 ARGUED = {
@@ -121,7 +122,7 @@ def test_chart_lints_without_errors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["daemonset-runtimeClass", "sidecar-dra"])
+@pytest.mark.parametrize("variant", ["daemonset-runtimeClass", "daemonset-holder", "sidecar-dra"])
 def test_checkov_finds_only_what_is_argued(variant: str, tmp_path: Path, tool: Callable[[str], str]) -> None:
     path = tmp_path / "rendered.yaml"
     path.write_text(yaml.safe_dump_all(render(VARIANTS[variant])))
@@ -156,6 +157,8 @@ def test_checkov_finds_only_what_is_argued(variant: str, tmp_path: Path, tool: C
         {"config": {"socket": "/elsewhere"}},
         {"config": {"limits": {"max_pols": 3}}},
         {"podMonitr": {}},
+        {"config": {"holder": "/run/holder.sock"}},
+        {"mode": "sidecar", "holder": {"enabled": True}, "sidecar": {"engine": ENGINE}},
     ],
     ids=str,
 )
@@ -355,3 +358,36 @@ def test_manifests_hold_no_template_leftovers(manifests: list[Manifest]) -> None
     """A forgotten brace would reach the cluster as text."""
     texts = [yaml.safe_dump(m) for m in manifests if m["kind"] not in ("PrometheusRule", "ConfigMap")]
     assert not any("{{" in text or "<no value>" in text for text in texts)
+
+
+def test_holder_outlives_the_daemons_container_and_nothing_else_sees_it() -> None:
+    """A native sidecar with the daemon's user, no host directory, no device, and a socket that only the two share."""
+    manifests = render(VARIANTS["daemonset-holder"])
+    spec, daemon = pod_spec(workload(manifests)), kvhold_container(manifests)
+    holder = next(c for c in spec["initContainers"] if c["name"] == "holder")
+    assert holder["restartPolicy"] == "Always", "not restarted with the daemon, ended after it"
+    assert holder["securityContext"] == daemon["securityContext"], "it talks to its own user only"
+    assert holder["image"] == daemon["image"] and "args" not in holder and "ports" not in holder
+    (mount,) = holder["volumeMounts"]
+    assert mount in daemon["volumeMounts"]
+    assert {v["name"]: v for v in spec["volumes"]}[mount["name"]]["emptyDir"] == {
+        "medium": "Memory",
+        "sizeLimit": "1Mi",
+    }
+    config = next(m for m in manifests if m["kind"] == "ConfigMap")["data"]["kvhold.toml"]
+    python, dash_m, module, path = holder["command"]
+    assert tomllib.loads(config)["holder"] == path and path.startswith(mount["mountPath"] + "/")
+    assert (python, dash_m) == ("python", "-m") and importlib.util.find_spec(module) is not None
+    limits = [c["resources"]["limits"]["memory"] for c in (holder, daemon)]
+    assert all(limits), "a pod has a bound only if all its containers have"
+
+
+def test_without_a_holder_there_is_no_trace_of_one(manifests: list[Manifest], request: pytest.FixtureRequest) -> None:
+    if "daemonset-holder" in request.node.name:
+        pytest.skip("it has one")
+    names = [c["name"] for c in pod_spec(workload(manifests)).get("initContainers", [])]
+    volumes = [v["name"] for v in pod_spec(workload(manifests))["volumes"]]
+    config = next(m for m in manifests if m["kind"] == "ConfigMap" and "kvhold.toml" in m["data"])["data"][
+        "kvhold.toml"
+    ]
+    assert "holder" not in names + volumes and tomllib.loads(config)["holder"] == ""

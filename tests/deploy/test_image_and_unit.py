@@ -1,17 +1,24 @@
 """The container image's recipe and the systemd unit; `make image-test` builds and runs the image."""
 
 import configparser
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvhold_client.client import Client
+from kvhold_client.leash import leashed
+from kvhold_client.local_daemon import LocalDaemon
+from kvhold_client.pools import PoolRequest
 from kvhold_server.config import load_config
+from tests.e2e.conftest import tiny_plan
 
 
 def test_dockerfile_is_clean(tool: Callable[[str], str], repo_dir: Path) -> None:
@@ -82,13 +89,65 @@ def test_unit_keeps_what_makes_a_restart_warm(unit: configparser.ConfigParser) -
     assert service["RuntimeDirectoryPreserve"] == "restart"
 
 
-def test_systemd_accepts_the_unit(deploy_dir: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(deploy_dir: Path, tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
-    text = (deploy_dir / "systemd" / "kvhold.service").read_text()
-    path = tmp_path / "kvhold.service"
-    path.write_text(text.replace("/opt/kvhold/bin/kvhold", "/bin/true").replace("User=kvhold", "User=root"))
-    run = subprocess.run([analyze, "verify", str(path)], capture_output=True, text=True, timeout=60)
-    ours = [line for line in run.stderr.splitlines() if "kvhold.service" in line]
+    paths = []
+    for unit_file in (deploy_dir / "systemd").glob("*.service"):
+        paths.append(tmp_path / unit_file.name)
+        text = re.sub("/opt/kvhold/bin/(kvhold|python)", "/bin/true", unit_file.read_text())
+        paths[-1].write_text(text.replace("User=kvhold", "User=root"))
+    assert len(paths) == 2
+    run = subprocess.run([analyze, "verify", *map(str, paths)], capture_output=True, text=True, timeout=60)
+    ours = [line for line in run.stderr.splitlines() if "kvhold" in line]
     assert not ours, ours
+
+
+def test_holder_is_up_before_the_daemon_and_ends_with_nobody(unit: configparser.ConfigParser, deploy_dir: Path) -> None:
+    """Memory without a name must have an owner in every moment of an upgrade: an order, and no tie."""
+    holder = configparser.ConfigParser(strict=False, interpolation=None)
+    holder.optionxform = str  # type: ignore[assignment,method-assign]
+    holder.read(deploy_dir / "systemd" / "kvhold-holder.service")
+    assert holder["Unit"]["Before"] == "kvhold.service" and "kvhold-holder.service" in unit["Unit"]["After"]
+    assert unit["Unit"]["Wants"] == "kvhold-holder.service"
+    ties = {"Requires", "BindsTo", "PartOf", "Requisite", "PropagatesStopTo", "StopPropagatedFrom", "Conflicts"}
+    assert not ties & (holder["Unit"].keys() | unit["Unit"].keys())
+    config = load_config(["--config", str(deploy_dir / "systemd" / "kvhold.toml")], {})
+    _, dash_m, module, path = holder["Service"]["ExecStart"].split()
+    assert (dash_m, path) == ("-m", config.holder) and importlib.util.find_spec(module) is not None
+    assert config.holder.startswith(f"/run/{holder['Service']['RuntimeDirectory']}/")
+    assert holder["Service"]["User"] == unit["Service"]["User"], "it talks to its own user only"
+
+
+def test_pools_without_a_name_are_warm_after_an_upgrade_as_the_units_do_it(deploy_dir: Path) -> None:
+    """Holder up, daemon up, daemon replaced by SIGTERM: the same bytes; with no holder, fresh ones."""
+    text = (deploy_dir / "systemd" / "kvhold-holder.service").read_text()
+    module = re.search("ExecStart=/opt/kvhold/bin/python -m ([a-z_.]+) /", text)
+    assert module is not None
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        path = Path(name) / "holder.sock"
+        holder = subprocess.Popen(leashed(module[1], str(path)), stdin=subprocess.PIPE)
+        try:
+            assert upgraded(Path(name), "--holder", str(path)) == ("recovered", "", 2)
+        finally:
+            holder.terminate()
+            holder.communicate()
+        assert holder.returncode == 0
+        assert upgraded(Path(name) / "other")[::2] == ("fresh", 0)
+
+
+def upgraded(directory: Path, *flags: str) -> tuple[str, str, int]:
+    """What a memfd pool with two published blocks begins with in the next daemon: outcome, reason, blocks kept."""
+    directory.mkdir(exist_ok=True)
+    daemon = LocalDaemon("--backend", "memfd", *flags, directory=directory)
+    for _ in range(2):
+        with daemon, Client(daemon.target) as client:
+            pool = client.open_pool(PoolRequest(name="p", plan=tiny_plan(64)))
+            found = (pool.info.outcome, pool.info.recovery_reason, pool.info.num_recovered_blocks)
+            with pool.open_session() as session:
+                session.begin_step()
+                session.table.admit(session.table.new_sequence(1, b"h" * 64), num_tokens=33)
+                session.table.flush()
+                session.idle()
+    return found
