@@ -46,10 +46,12 @@ MUTATIONS = (
         "if not run.is_plain and not self._stale",
         "if False and not self._stale",
     ),
-    Mutation("table_freed_head_first", "pool.py", "            table.reverse()\n            turn", "            turn"),
+    Mutation(
+        "table_freed_head_first", "departure.py", "            table.reverse()\n            turn", "            turn"
+    ),
     Mutation(
         "last_token_may_hit",
-        "admission.py",
+        "lookup.py",
         "return num_tokens - 1 if max_hit_tokens < 0",
         "return num_tokens if max_hit_tokens < 0",
     ),
@@ -109,7 +111,7 @@ MUTATIONS = (
     Mutation(
         "promotion_keeps_old_hash",
         "kinds/base.py",
-        "store.drop_keys(block)  # it ended inside",
+        "prefixes.drop(block)  # it ended inside",
         "pass  # it ended inside",
     ),
     Mutation("full_looked_up_again", "groups.py", "if policy.is_full and i in answers:", "if False:"),
@@ -120,14 +122,16 @@ MUTATIONS = (
     Mutation("eagle_publishes_to_base", "groups.py", "if not policy.is_eagle:", "if True:"),
     Mutation(
         "duplicates_replace",
-        "blocks.py",
+        "prefix_index.py",
         "copies.setdefault(key, [first]).append(block)\n                    num_duplicates",
         "index[key] = block\n                    num_duplicates",
     ),
-    Mutation("eviction_keeps_the_index", "blocks.py", "            del self.index[group][key]\n", "            pass\n"),
+    Mutation(
+        "eviction_keeps_the_index", "prefix_index.py", "            del self.index[group][key]\n", "            pass\n"
+    ),
     Mutation(
         "provisional_seen_by_all",
-        "blocks.py",
+        "prefix_index.py",
         "return origin.is_public or origin.session == session\n\n",
         "return True\n\n",
     ),
@@ -144,7 +148,10 @@ MUTATIONS = (
         "return False",
     ),
     Mutation(
-        "own_fences_ignored", "session.py", "frozenset((own_fence_owner(self.session),))", "frozenset((self.session,))"
+        "own_fences_ignored",
+        "open_step.py",
+        "frozenset((own_fence_owner(self.session),))",
+        "frozenset((self.session,))",
     ),
     Mutation("second_fence_replaces_first", "fences.py", "simple = old is None or", "simple = True or old is None or"),
     Mutation(
@@ -153,12 +160,29 @@ MUTATIONS = (
         "if len(owners) == 1:\n            (owner,) = owners\n            self._sole",
         "if owners:\n            owner = min(owners)\n            self._sole",
     ),
-    Mutation("dead_sessions_free_at_once", "tenure.py", "store.quarantine(table[i", "store.let_go(table[i"),
+    Mutation(
+        "dead_sessions_free_at_once",
+        "tenure.py",
+        "store.quarantine.enter(table[i : i + _SLICE_BLOCKS])",
+        "store.let_go(table[i : i + _SLICE_BLOCKS], None)",
+    ),
+    Mutation("hit_blocks_stay_quarantined", "blocks.py", "self.quarantine.revive(blocks)", "pass"),
+    Mutation("the_dead_share_a_reference", "quarantine.py", "dead_refs[block] += 1", "dead_refs[block] = 1"),
     Mutation(
         "dead_hashes_survive",
         "tenure.py",
         "if store.origin_of[block] is origin:\n                                store.drop_keys",
         "if False:\n                                store.drop_keys",
+    ),
+    Mutation("a_further_part_hits_states", "turn.py", "self.gained = self.open_step.gained", "self.gained = set()"),
+    Mutation(
+        "a_refusal_outlives_frees", "admission.py", "self.store.version + self.store.prefixes", "self.store.prefixes"
+    ),
+    Mutation(
+        "a_refusal_outlives_hashes",
+        "admission.py",
+        "self.store.version + self.store.prefixes.version",
+        "self.store.version",
     ),
     Mutation("state_of_this_step_hits", "admission.py", "if turn.gained and any(", "if False and any("),
     Mutation("drafts_blocks_stay", "kinds/mamba.py", "if states.is_allocated and not has_checkpoint:", "if False:"),
@@ -175,21 +199,21 @@ MUTATIONS = (
         "states.checkpoint, states.start = states.planned, computed",
         "states.checkpoint = None",
     ),
-    Mutation("stale_sequences_publish", "pool.py", "sequence.is_stale = True", "sequence.is_stale = False"),
+    Mutation("stale_sequences_publish", "tenure.py", "sequence.is_stale = True", "sequence.is_stale = False"),
     Mutation(
         "low_blocks_are_handed_out", "blocks.py", "FreeList(1 + num_reserved, num_blocks)", "FreeList(1, num_blocks)"
     ),
     Mutation("copy_ends_lose_their_fence", "blocks.py", "if self.has_copies and step is not None", "if False"),
-    Mutation("a_step_cannot_complete_itself", "pool.py", "if items.completed_step == items.step:", "if False:"),
+    Mutation("a_step_cannot_complete_itself", "pool.py", "if completed_step == step:", "if False:"),
     Mutation(
         "a_further_part_is_another_step",
         "pool.py",
-        "if items.step == owner.step and not owner.open_steps:",
+        "if step == owner.step and not owner.open_steps:",
         "if False:",
     ),
     Mutation(
         "refused_hashes_are_kept",
-        "pool.py",
+        "growth.py",
         "                del sequence.hashes[-len(hashes) :]",
         "                pass",
     ),
@@ -213,8 +237,8 @@ for run in range(3):
         pair.drain()
     if run == 0:
         import pytest
-        NAMES = ("field_reports", "free_list", "lookups", "sessions_share_a_pool")
-        QUICK = [f"tests/pool/test_{name}.py" for name in NAMES]
+        NAMES = "field_reports free_list lookups prefix_index quarantine refusals sessions_share_a_pool"
+        QUICK = [f"tests/pool/test_{name}.py" for name in NAMES.split()]
         if pytest.main(["-q", "-x", "-p", "no:cacheprovider", *QUICK]):
             sys.exit(1)
         vectors = Path("shared-vectors")

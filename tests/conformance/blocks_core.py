@@ -20,10 +20,10 @@ from typing import Any
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.errors import BlocksInUse
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Cleared, Event, Removed, Status, Stored
 from tests.conformance.blocks_expected import EXPECTED_DIFFERENCES
 from tests.conformance.report import Outcome
+from tests.model.by_hand import HandPool
 
 Row = dict[str, Any]
 
@@ -157,11 +157,11 @@ class Driver(ABC):
 
     @abstractmethod
     def admit(self, request: Request, **item: Any) -> Grant:
-        """One admit item without a budget; `item` as in Pool.admit. Raises KvholdError for a bad one."""
+        """One admit item without a budget; `item` as in HandPool.admit. Raises KvholdError for a bad one."""
 
     @abstractmethod
     def extend(self, request: Request, **item: Any) -> Grant:
-        """One extend item; `item` as in Pool.extend."""
+        """One extend item; `item` as in HandPool.extend."""
 
     @abstractmethod
     def publish(self, request: Request, tokens: int) -> None:
@@ -216,7 +216,7 @@ class CoreDriver(Driver):
         self.num_checks = 0
 
     def open(self, config: PoolConfig) -> None:
-        self.pool = Pool(config)
+        self.pool = HandPool(config)
         self.session = self.pool.open_session()
         self.step = 1
         self.pool.begin_step(self.session, self.step)

@@ -10,17 +10,17 @@ from typing import Any
 
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig, resolve_block_sizes
-from kvhold_server.pool.admission import hit_limit
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.free_list import FreeList
 from kvhold_server.pool.hit_rate import HitObservation, HitRateWindow
 from kvhold_server.pool.kinds.full import publish_partial
-from kvhold_server.pool.pool import Pool
+from kvhold_server.pool.lookup import hit_limit
+from kvhold_server.pool.origin import Origin
 from kvhold_server.pool.sequence import Sequence
-from kvhold_server.pool.session import Origin
 from kvhold_server.pool.values import Admitted, Cleared, Event, Removed, Stored
 from tests.conformance.blocks_core import Row, compare, config_of, group_of, label_hash
 from tests.conformance.report import Outcome
+from tests.model.by_hand import HandPool
 
 NO_LIMIT = 2**31 - 1
 
@@ -63,7 +63,7 @@ class StoreReplay:
 
     def __init__(self, header: Row) -> None:
         self.unit = header["hash_block_size"]
-        self.store = BlockStore(num_blocks=header["num_blocks"], num_groups=4, unit_tokens=self.unit)
+        self.store = BlockStore(num_blocks=header["num_blocks"], num_groups=4)
         self.origins = {group: Origin(group, 1, 1) for group in range(4)}
         for origin in self.origins.values():
             origin.is_public = True
@@ -72,7 +72,7 @@ class StoreReplay:
     def apply(self, row: Row) -> list[str]:
         self.fired = []
         out = getattr(self, f"op_{row['op']}")(row)
-        events, self.store.events = self.store.events or [], []
+        events = self.store.prefixes.take_events()
         state = self.state()
         differences = compare("out", out, row["out"]) + compare("events", self.shown(events), row["ev"], key=in_order)
         for name, value in row["state"].items():
@@ -91,7 +91,7 @@ class StoreReplay:
             return "error"
 
     def op_lookup_touch(self, row: Row) -> list[int] | None:
-        block = self.store.find(row["g"], bytes.fromhex(row["hash"]), 1)
+        block = self.store.prefixes.find(row["g"], bytes.fromhex(row["hash"]), 1)
         if not block:
             return None
         self.store.hold([block])
@@ -115,7 +115,7 @@ class StoreReplay:
         for i in kept:
             block = row["ids"][i]
             self.store.drop_keys(block)
-            self.store.publish(group, [block], [view[i]], self.origins[group], [(i + 1) * size])
+            self.store.prefixes.publish(group, [block], [view[i]], self.origins[group], [(i + 1) * size])
         self._stored(group, [view[i] for i in kept], view[start - 1] if start else None, (end - start) * size, size)
 
     def op_cache_partial(self, row: Row) -> str:
@@ -131,8 +131,8 @@ class StoreReplay:
         if self.store.free.count != self.store.num_blocks - 1:
             return False
         self.store.clear()
-        assert self.store.events is not None
-        self.store.events.append(Cleared())
+        assert self.store.prefixes.events is not None
+        self.store.prefixes.events.append(Cleared())
         return True
 
     def op_get_new_then_unpin(self, row: Row) -> None:
@@ -144,8 +144,8 @@ class StoreReplay:
         self.fired.append(block)
 
     def _stored(self, group: int, hashes: list[bytes], parent: bytes | None, tokens: int, size: int) -> None:
-        assert self.store.events is not None
-        self.store.events.append(
+        assert self.store.prefixes.events is not None
+        self.store.prefixes.events.append(
             Stored(
                 group=group,
                 hashes=hashes,
@@ -194,7 +194,7 @@ class _StandIn:
     """What `publish_partial` reads of a group and of a turn."""
 
     def __init__(self, store: BlockStore, gid: int, block_tokens: int, unit: int, origin: Origin) -> None:
-        self.store = store
+        self.prefixes = store.prefixes
         self.gid = gid
         self.block_tokens = block_tokens
         self.pool = self
@@ -216,7 +216,7 @@ class ResidencyReplay:
 
     def __init__(self, header: Row) -> None:
         assert header["sample_rate"] == 1.0
-        self.store = BlockStore(num_blocks=header["num_blocks"], num_groups=1, unit_tokens=4, sample_every=1)
+        self.store = BlockStore(num_blocks=header["num_blocks"], num_groups=1, sample_every=1)
         self.residency = self.store.residency
 
     def apply(self, row: Row) -> list[str]:
@@ -299,7 +299,7 @@ class LookupReplay:
         if row["op"] == "config":
             self.configs[row["name"]] = config_of(row["config"])
             return []
-        pool = Pool(self.configs[row["name"]])
+        pool = HandPool(self.configs[row["name"]])
         session = pool.open_session()
         blocks = pool.store.take(len(row["pop"]), session)
         origins = [Origin(gid, session, 1) for gid in range(len(pool.config.groups))]
@@ -307,14 +307,14 @@ class LookupReplay:
             origin.is_public = True
         for block, (label, gid) in zip(blocks, row["pop"], strict=True):
             size = pool.config.groups[gid].block_size_tokens
-            pool.store.publish(gid, [block], [label_hash(label)], origins[gid], [size])
+            pool.store.prefixes.publish(gid, [block], [label_hash(label)], origins[gid], [size])
         differences: list[str] = []
         for case in row["out"]:
             differences += self._compare_case(pool, session, case)
         return differences
 
     @staticmethod
-    def _compare_case(pool: Pool, session: int, case: Row) -> list[str]:
+    def _compare_case(pool: HandPool, session: int, case: Row) -> list[str]:
         sequence = Sequence(1, len(pool.config.groups))
         sequence.hashes = [label_hash(label) for label in range(case["n"] // pool.config.hash_unit_tokens)]
         hit = pool.groups.lookup(sequence, session, hit_limit(case["n"], -1))
@@ -324,9 +324,9 @@ class LookupReplay:
         return compare("lookup", answer, case)
 
 
-def full_pool(num_blocks: int, block: int) -> tuple[Pool, int]:
+def full_pool(num_blocks: int, block: int) -> tuple[HandPool, int]:
     """A pool of one full group, and a session."""
-    pool = Pool(
+    pool = HandPool(
         PoolConfig(
             groups=(GroupConfig(kind=GroupKind.FULL, block_size_tokens=block),),
             num_blocks=num_blocks,
@@ -341,7 +341,7 @@ def full_pool(num_blocks: int, block: int) -> tuple[Pool, int]:
     return pool, session
 
 
-def admit_next(pool: Pool, session: int, live: deque[int], conc: int, i: int, request: Row) -> Admitted:
+def admit_next(pool: HandPool, session: int, live: deque[int], conc: int, i: int, request: Row) -> Admitted:
     """Admits request `i` of a trace; at most `conc` hold blocks, the oldest make room."""
     if len(live) == conc:
         pool.free(session, live.popleft())

@@ -7,8 +7,8 @@ from typing import Any
 from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.errors import BlocksInUse, NeverFits
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Bound, ExtendColumns, Status, StepInput, StepOutput
+from tests.model.by_hand import HandPool
 from tests.model.naive import NaivePool, Seq
 
 BIG = 2**31 - 1
@@ -135,8 +135,8 @@ class Pair:
         self, config: PoolConfig, *, max_sessions: int = 3, check_every: int = 1, tells_stored: bool = True
     ) -> None:
         self.config = config
-        self.pool = Pool(config)
-        self.pool.store.tells_stored = tells_stored
+        self.pool = HandPool(config)
+        self.pool.store.prefixes.tells_stored = tells_stored
         self.model = NaivePool(config)
         self.engines: dict[int, Engine] = {}
         self.dead: list[int] = []

@@ -6,18 +6,18 @@ import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.node.event_log import ClearedAll, EventLog, NumberedChange, StoredRun
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import StepInput
+from tests.model.by_hand import HandPool
 
 UNIT = 4
 
 
-def make_pool(num_blocks: int = 24, num_groups: int = 2) -> Pool:
+def make_pool(num_blocks: int = 24, num_groups: int = 2) -> HandPool:
     groups = (
         GroupConfig(kind=GroupKind.FULL, block_size_tokens=UNIT),
         GroupConfig(kind=GroupKind.SLIDING_WINDOW, block_size_tokens=UNIT, window_tokens=2 * UNIT),
     )
-    return Pool(
+    return HandPool(
         PoolConfig(
             groups=groups[:num_groups],
             num_blocks=num_blocks,
@@ -197,7 +197,7 @@ def test_hashes_of_parts_of_blocks_are_not_told() -> None:
         max_model_len=1000,
         report_completed=True,
     )
-    pool = Pool(config)
+    pool = HandPool(config)
     log = EventLog(config=config, max_events=100)
     log.follow(pool.published())
     session = pool.open_session()

@@ -6,13 +6,13 @@ import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.observe.block_map import MAX_CELLS, draw_map, find, fold
-from kvhold_server.pool.pool import Pool
+from tests.model.by_hand import HandPool
 
 HASHES = [bytes([i]) * 32 for i in range(1, 9)]
 
 
 @pytest.fixture
-def pool() -> Pool:
+def pool() -> HandPool:
     config = PoolConfig(
         groups=(GroupConfig(kind=GroupKind.FULL, block_size_tokens=4),),
         num_blocks=12,
@@ -21,20 +21,20 @@ def pool() -> Pool:
         max_model_len=64,
         num_reserved_low_blocks=2,
     )
-    return Pool(config)
+    return HandPool(config)
 
 
-def letters(pool: Pool) -> str:
+def letters(pool: HandPool) -> str:
     return asyncio.run(draw_map(pool)).cells
 
 
-def admit(pool: Pool, session: int, sequence: int, step: int, num_blocks: int) -> None:
+def admit(pool: HandPool, session: int, sequence: int, step: int, num_blocks: int) -> None:
     pool.begin_step(session, step, step - 1)
     pool.admit(session, sequence, num_tokens=4 * num_blocks, token_budget=100, hashes=HASHES[:num_blocks])
     pool.end_step(session)
 
 
-def test_a_block_goes_through_its_letters(pool: Pool) -> None:
+def test_a_block_goes_through_its_letters(pool: HandPool) -> None:
     assert letters(pool) == "nrr" + "f" * 9
     session = pool.open_session()
     admit(pool, session, 1, step=1, num_blocks=3)
@@ -49,7 +49,7 @@ def test_a_block_goes_through_its_letters(pool: Pool) -> None:
     assert sum(drawn.count(letter) for letter in "ABCD") == 3 and drawn.count("f") == 6
 
 
-def test_blocks_of_the_dead_are_quarantined(pool: Pool) -> None:
+def test_blocks_of_the_dead_are_quarantined(pool: HandPool) -> None:
     session = pool.open_session()
     admit(pool, session, 1, step=1, num_blocks=2)
     pool.complete(session, 1)
@@ -62,7 +62,7 @@ def test_blocks_of_the_dead_are_quarantined(pool: Pool) -> None:
     assert "q" not in letters(pool)
 
 
-def test_letters_agree_with_the_counts(pool: Pool) -> None:
+def test_letters_agree_with_the_counts(pool: HandPool) -> None:
     session = pool.open_session()
     for i in range(3):
         admit(pool, session, i + 1, step=i + 1, num_blocks=i + 1)
@@ -72,7 +72,7 @@ def test_letters_agree_with_the_counts(pool: Pool) -> None:
         assert (drawn.count("f"), drawn.count("r"), drawn.count("n")) == (counts.free, counts.reserved, counts.null)
 
 
-def test_next_victims_are_the_palest(pool: Pool) -> None:
+def test_next_victims_are_the_palest(pool: HandPool) -> None:
     session = pool.open_session()
     admit(pool, session, 1, step=1, num_blocks=8)
     pool.complete(session, 1)
@@ -93,7 +93,7 @@ def test_large_pools_are_folded_into_a_bounded_number_of_cells(num_blocks: int) 
     assert num_blocks == 1 or set(drawn.cells[1:]) <= {"h"}
 
 
-def test_search_says_who_holds_a_block_and_where_a_hash_is(pool: Pool) -> None:
+def test_search_says_who_holds_a_block_and_where_a_hash_is(pool: HandPool) -> None:
     session = pool.open_session()
     admit(pool, session, 5, step=1, num_blocks=2)
     block = pool.tables(session, 5)[0][1]
@@ -103,7 +103,7 @@ def test_search_says_who_holds_a_block_and_where_a_hash_is(pool: Pool) -> None:
     assert find(pool, "0x" + HASHES[1].hex()) == text
 
 
-def test_search_tells_evicted_from_never_seen(pool: Pool) -> None:
+def test_search_tells_evicted_from_never_seen(pool: HandPool) -> None:
     session = pool.open_session()
     admit(pool, session, 1, step=1, num_blocks=2)
     pool.complete(session, 1)
@@ -118,5 +118,5 @@ def test_search_tells_evicted_from_never_seen(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("query", "answer"), [("12", "no block 12"), ("-1", "neither"), ("zz", "neither"), ("0", "null")]
 )
-def test_search_answers_anything(pool: Pool, query: str, answer: str) -> None:
+def test_search_answers_anything(pool: HandPool, query: str, answer: str) -> None:
     assert answer in find(pool, query)

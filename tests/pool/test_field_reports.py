@@ -10,8 +10,8 @@ from kvhold_server.domain.errors import Exhausted
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.errors import BadCount, BlocksInUse, HitChanged, NeverFits, OutOfBlocks, UnknownSequence
 from kvhold_server.pool.free_list import FreeList
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import Admitted, Bound, Removed, Status, StepInput, Stored
+from tests.model.by_hand import HandPool
 
 BIG = 2**31 - 1
 
@@ -20,8 +20,8 @@ def group(kind: GroupKind = GroupKind.FULL, size: int = 4, **more: Any) -> Group
     return GroupConfig(kind=kind, block_size_tokens=size, **more)
 
 
-def make_pool(*groups: GroupConfig, usable: int, unit: int = 4, block: int | None = None, **more: Any) -> Pool:
-    return Pool(
+def make_pool(*groups: GroupConfig, usable: int, unit: int = 4, block: int | None = None, **more: Any) -> HandPool:
+    return HandPool(
         PoolConfig(
             groups=groups or (group(),),
             num_blocks=usable + 1,
@@ -36,7 +36,7 @@ def make_pool(*groups: GroupConfig, usable: int, unit: int = 4, block: int | Non
 class Story:
     """One session; texts are named, and share hashes as far as their names say."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: HandPool) -> None:
         self.pool = pool
         self.session = pool.open_session()
         self.step = 0

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvhold_server.domain.pool_config import GroupKind, PoolConfig
+from kvhold_server.pool.origin import Origin
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
-from kvhold_server.pool.session import Origin
 from tests.model.naive import Key, NaivePool, Seq
 from tests.model.pair import chunked, full, mamba, of_kind, pool_of, window
 
@@ -59,7 +59,7 @@ def test_the_pool_finds_what_the_model_finds(name: str) -> None:
             digest, tokens = b"%d" % unit, (unit + 1) * config.hash_unit_tokens
             origin = Origin(gid, session, 1)
             origin.is_public = True
-            pool.store.publish(gid, [block], [digest], origin, [tokens])
+            pool.store.prefixes.publish(gid, [block], [digest], origin, [tokens])
             model.add_key(block, Key(gid, digest, tokens, session, 0))
         sequence = Sequence(1, len(config.groups))
         sequence.hashes = [b"%d" % unit for unit in range(num_units)]

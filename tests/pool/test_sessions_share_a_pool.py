@@ -6,15 +6,15 @@ import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
 from kvhold_server.pool.errors import QuarantineOpen, StepOutOfOrder, TooManyOpenSteps, UnknownPoolSession
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.values import AdmitColumns, Bound, Status, StepInput
+from tests.model.by_hand import HandPool
 
 BIG = 2**31 - 1
 FULL = GroupConfig(kind=GroupKind.FULL, block_size_tokens=4)
 
 
-def make_pool(num_blocks: int, *groups: GroupConfig, **more: Any) -> Pool:
-    return Pool(
+def make_pool(num_blocks: int, *groups: GroupConfig, **more: Any) -> HandPool:
+    return HandPool(
         PoolConfig(
             groups=groups or (FULL,),
             num_blocks=num_blocks,
@@ -29,7 +29,7 @@ def make_pool(num_blocks: int, *groups: GroupConfig, **more: Any) -> Pool:
 class Scheduler:
     """A session that steps by hand."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: HandPool) -> None:
         self.pool = pool
         self.session = pool.open_session()
         self.step = 0
@@ -357,7 +357,7 @@ def test_what_a_sequence_lets_go_while_a_copy_holds_it_waits_for_its_own_step_to
 def test_sequences_that_a_forced_reset_cut_off_publish_nothing_when_they_grow_together(tells_stored: bool) -> None:
     """Their later blocks rest on what was to be forgotten; a new sequence publishes as ever."""
     pool = make_pool(40)
-    pool.store.tells_stored = tells_stored
+    pool.store.prefixes.tells_stored = tells_stored
     ann = Scheduler(pool)
     ann.admit(1, "P", 8)
     ann.admit(2, "Q", 8)

@@ -21,8 +21,8 @@ from kvhold.v1 import block_pb2, pool_pb2, session_pb2
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory.errors import DriverCallFailed
 from kvhold_server.memory.segment_names import instance_digest
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import RecordedBlocks, restore_cached
+from tests.model.by_hand import HandPool
 from tests.rpc.harness import RunningDaemon, llama, refused, running
 
 REPO = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_dmn_05_cleaning_up_costs_what_the_client_held_not_what_the_pool_holds()
         scheduler_block_tokens=16,
         max_model_len=100_000,
     )
-    pool = Pool(config)
+    pool = HandPool(config)
     cached = list(range(1000, num_blocks))
     hashes = [block.to_bytes(16, "big") for block in cached]
     tokens = array("i", [16]) * len(cached)

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached, restore_order
 from kvhold_server.pool.values import Completed, Removed
+from tests.model.by_hand import HandPool
 
 SIZE = 4
 FULL = GroupConfig(kind=GroupKind.FULL, block_size_tokens=SIZE)
@@ -58,8 +58,8 @@ def held(
     return HeldSequence(**(fields | changes))  # type: ignore[arg-type]
 
 
-def restored(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> Pool:
-    pool = Pool(config())
+def restored(*rows: tuple[int, int, bytes, int], order: list[int] | None = None) -> HandPool:
+    pool = HandPool(config())
     assert restore_cached(pool, recorded(*rows)) == []
     restore_order(pool, order or [row[0] for row in rows])
     pool.check_invariants()
@@ -97,7 +97,7 @@ def test_one_hash_may_be_recorded_for_several_blocks() -> None:
 
 
 def test_records_that_this_pool_has_no_place_for_are_refused() -> None:
-    pool = Pool(config(num_reserved_low_blocks=4))
+    pool = HandPool(config(num_reserved_low_blocks=4))
     rows = [(4, 0, b"reserved", 4), (40, 0, b"beyond--", 4), (9, 1, b"group---", 4), (8, 0, b"fine----", 4)]
     assert restore_cached(pool, recorded(*rows)) == [4, 40, 9]
     assert pool.counts().cached == 1
@@ -187,7 +187,7 @@ class Daemon:
     """A pool with what would survive it: records, and each client's own view."""
 
     def __init__(self, groups: tuple[GroupConfig, ...]) -> None:
-        self.pool = Pool(config(groups))
+        self.pool = HandPool(config(groups))
         self.records: dict[int, tuple[int, bytes, int]] = {}
 
     def keep_up(self, completed: Completed | None) -> None:
@@ -231,7 +231,7 @@ def test_a_crash_at_any_time_loses_no_completed_prefix_and_no_table(seed: int, g
                 del tokens[key], published[key]
             daemon.keep_up(None)
     rows = [(block, *record) for block, record in daemon.records.items()]
-    after = Pool(config(groups))
+    after = HandPool(config(groups))
     assert restore_cached(after, recorded(*rows)) == []
     restore_order(after, [row[0] for row in rows])
     after.check_invariants()
@@ -266,4 +266,4 @@ def test_a_crash_at_any_time_loses_no_completed_prefix_and_no_table(seed: int, g
             else:
                 assert after.tables(session, claim.sequence_id) == claim.tables
     for block, (group, key, _) in daemon.records.items():
-        assert after.store.find(group, key, 0), f"block {block} was recorded and is not found"
+        assert after.store.prefixes.find(group, key, 0), f"block {block} was recorded and is not found"

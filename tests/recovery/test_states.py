@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
-from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached
 from kvhold_server.pool.values import Completed, Removed, Status
+from tests.model.by_hand import HandPool
 
 UNIT, STATE_SIZE, LENGTH = 4, 8, 200
 FULL = GroupConfig(kind=GroupKind.FULL, block_size_tokens=UNIT)
@@ -43,7 +43,7 @@ def hashes(name: object, num_tokens: int, unit: int = UNIT) -> list[bytes]:
 class Recorder:
     """What a journal would have on file: whole blocks that completed steps published."""
 
-    pool: Pool
+    pool: HandPool
     rows: dict[int, tuple[int, bytes, int]] = field(default_factory=dict)
 
     def keep_up(self, completed: Completed | None) -> None:
@@ -62,8 +62,8 @@ class Recorder:
             assert self.pool.store.key_of[block] == key, "what is on file is what the pool says"
             assert origin is not None and origin.group == group and origin.is_public
 
-    def recovered(self) -> Pool:
-        after = Pool(self.pool.config)
+    def recovered(self) -> HandPool:
+        after = HandPool(self.pool.config)
         columns = [(block, *row) for block, row in sorted(self.rows.items())]
         found = RecordedBlocks(
             blocks=[row[0] for row in columns],
@@ -79,7 +79,7 @@ def shape(tables: list[list[int]]) -> list[list[bool]]:
     return [[block != 0 for block in table] for table in tables]
 
 
-def grow(pool: Pool, session: int, tokens: int, num_spec: int, step: int) -> object:
+def grow(pool: HandPool, session: int, tokens: int, num_spec: int, step: int) -> object:
     """One token more, as a decoding sequence asks for it."""
     pool.begin_step(session, step, step - 1)
     done = pool.extend(
@@ -101,7 +101,7 @@ def test_a_sequence_with_states_goes_on_as_if_nothing_had_happened(
     num_spec: int, num_tokens: int, num_grown: int
 ) -> None:
     """From any point of its life: equal tables, and for the rest of it equal demands and equal hits for others."""
-    before = Pool(config(FULL, state_group(num_spec)))
+    before = HandPool(config(FULL, state_group(num_spec)))
     recorder, session = Recorder(before), before.open_session()
     before.begin_step(session, 1)
     admitted = before.admit(
@@ -158,7 +158,7 @@ def test_a_sequence_with_states_goes_on_as_if_nothing_had_happened(
 @pytest.mark.parametrize("mode", [MambaMode.ALIGN, MambaMode.ALL])
 def test_a_recovered_state_is_hit_and_held(mode: MambaMode) -> None:
     full = GroupConfig(kind=GroupKind.FULL, block_size_tokens=STATE_SIZE)
-    before = Pool(config(full, state_group(mode=mode), unit=STATE_SIZE))
+    before = HandPool(config(full, state_group(mode=mode), unit=STATE_SIZE))
     recorder, session = Recorder(before), before.open_session()
     before.begin_step(session, 1)
     before.admit(session, 1, num_tokens=32, token_budget=100, hashes=hashes("s", 32, STATE_SIZE))
@@ -175,7 +175,7 @@ def test_a_recovered_state_is_hit_and_held(mode: MambaMode) -> None:
 
 def test_a_state_inside_a_block_is_a_miss_after_a_restart_and_the_block_end_before_it_a_hit() -> None:
     """Hashes of parts of blocks have no record: the block is written on, and the hash moves to a copy."""
-    before = Pool(config(FULL, state_group()))
+    before = HandPool(config(FULL, state_group()))
     recorder, session = Recorder(before), before.open_session()
     for sequence_id, num_tokens in ((1, 32), (2, 44)):
         before.begin_step(session, sequence_id)
@@ -195,13 +195,15 @@ def test_a_state_inside_a_block_is_a_miss_after_a_restart_and_the_block_end_befo
 
 
 def test_a_state_exported_inside_a_chunk_is_never_taken_for_the_one_at_its_blocks_end() -> None:
-    before = Pool(config(FULL, state_group(num_checkpoint_blocks=1, checkpoint_alignment_tokens=UNIT)))
+    before = HandPool(config(FULL, state_group(num_checkpoint_blocks=1, checkpoint_alignment_tokens=UNIT)))
     recorder, session = Recorder(before), before.open_session()
     before.begin_step(session, 1)
     before.admit(session, 1, num_tokens=37, token_budget=100, hashes=hashes("s", 36))
     recorder.keep_up(before.complete(session, 1))
     tables = before.tables(session, 1)
-    assert tables[1][3] and before.store.find(1, hashes("s", 36)[-1], 0) == tables[1][3], "it is the state after 36"
+    assert tables[1][3] and before.store.prefixes.find(1, hashes("s", 36)[-1], 0) == tables[1][3], (
+        "it is the state after 36"
+    )
     after = recorder.recovered()
     heir = after.open_session()
     claim = HeldSequence(
@@ -211,13 +213,15 @@ def test_a_state_exported_inside_a_chunk_is_never_taken_for_the_one_at_its_block
     for tokens in range(37, 40):
         grow(after, heir, tokens, 0, tokens)
     after.complete(heir, 39)
-    assert after.store.find(1, hashes("s", 40)[-1], 0) == tables[1][4], "the running state has reached its block's end"
-    assert after.store.find(1, hashes("s", 32)[-1], 0) == 0
+    assert after.store.prefixes.find(1, hashes("s", 40)[-1], 0) == tables[1][4], (
+        "the running state has reached its block's end"
+    )
+    assert after.store.prefixes.find(1, hashes("s", 32)[-1], 0) == 0
     after.check_invariants()
 
 
 def test_a_client_that_does_not_say_where_its_prompt_ends_gets_no_state_taken_for_that() -> None:
-    pool = Pool(config(FULL, state_group()))
+    pool = HandPool(config(FULL, state_group()))
     session = pool.open_session()
     claim = HeldSequence(
         sequence_id=1,
@@ -231,12 +235,12 @@ def test_a_client_that_does_not_say_where_its_prompt_ends_gets_no_state_taken_fo
     pool.begin_step(session, 1)
     pool.extend(session, 1, slots_needed=14, processed_tokens=12, publish_tokens=12)
     pool.complete(session, 1)
-    assert pool.store.find(0, hashes("s", 12)[-1], 0) == 7
-    assert pool.store.find(1, hashes("s", 12)[-1], 0) == 0, "12 is no end of a prompt that is known"
+    assert pool.store.prefixes.find(0, hashes("s", 12)[-1], 0) == 7
+    assert pool.store.prefixes.find(1, hashes("s", 12)[-1], 0) == 0, "12 is no end of a prompt that is known"
 
 
 def test_a_block_of_an_ordinary_group_that_stands_twice_is_refused() -> None:
-    pool = Pool(config(FULL, state_group(num_spec=2)))
+    pool = HandPool(config(FULL, state_group(num_spec=2)))
     claim = HeldSequence(
         sequence_id=1, num_tokens=8, num_prompt_tokens=8, publish_tokens=0, tables=[[5, 5], [6, 7, 8]], hashes=[]
     )

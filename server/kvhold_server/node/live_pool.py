@@ -102,7 +102,7 @@ class LivePool:
 
     def note(self, completed: Completed | None, events: Collection[Event], clear_reason: str = "RESET") -> None:
         """Tells everybody who follows the pool's index what one call of the pool did to it."""
-        self.totals.num_published_blocks = self.pool.store.num_published
+        self.totals.num_published_blocks = self.pool.store.prefixes.num_published
         self._ask_for(stored=self.events.is_following, completed=self.events.is_following or self.journal is not None)
         for event in events:
             if isinstance(event, Removed):
@@ -118,7 +118,7 @@ class LivePool:
 
     def _ask_for(self, *, stored: bool, completed: bool) -> None:
         """What of its doings the pool lists block by block: only what somebody reads."""
-        self.pool.store.tells_stored = stored
+        self.pool.store.prefixes.tells_stored = stored
         self.pool.tenures.tells_completed = completed and self.config.report_completed
 
     @property

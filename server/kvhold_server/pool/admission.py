@@ -11,16 +11,18 @@
 
 from __future__ import annotations
 
+from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.attribution import Attribution
 from kvhold_server.pool.blocks import BlockStore
-from kvhold_server.pool.errors import BadCount, HashesMissing, NeverFits, SequenceExists
+from kvhold_server.pool.errors import BadCount, NeverFits
 from kvhold_server.pool.groups import Groups, HitResult
+from kvhold_server.pool.lookup import hit_limit
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.session import PoolSession
 from kvhold_server.pool.turn import Turn
-from kvhold_server.pool.values import Admitted, Bound, Status
-from kvhold_server.pool.waiting import AdmitItem, Refusal
+from kvhold_server.pool.values import Admitted, Bound, Status, StepInput
+from kvhold_server.pool.waiting import AdmitItem, Refusal, admit_items
 
 
 class Admission:
@@ -31,13 +33,56 @@ class Admission:
         self.store = store
         self.groups = groups
         self.attribution = Attribution(store, groups)
+        self._num_groups = len(groups.policies)
+
+    def admit_all(self, turn: Turn, items: StepInput, *, may_admit: bool) -> None:
+        """Answers all rows in the turn's output: in order, out of one budget, up to the first that is not admitted."""
+        output = turn.output
+        no_counts = [0] * self._num_groups
+        budget, num_admitted = items.token_budget, 0
+        for i, item in enumerate(admit_items(items)):
+            answer: Admitted | None = None
+            status = Status.NOT_TRIED
+            if may_admit and budget > 0 and num_admitted < items.max_admissions:
+                try:
+                    answer = self.admit(turn, item, budget)
+                    status = answer.status
+                except KvholdError as error:
+                    output.errors["admit", i] = error
+                    status = Status.ERROR
+            elif item.hashes is not None:
+                self._hear_of(turn.owner, item.sequence_id, item.hashes)
+            output.admit_status.append(status)
+            is_spent = may_admit and budget <= 0
+            output.admit_bound.append(answer.bound if answer else Bound.BUDGET if is_spent else Bound.NONE)
+            output.admit_hit_tokens.append(answer.hit_tokens if answer else 0)
+            output.admit_own_hit_tokens.append(answer.own_hit_tokens if answer else 0)
+            output.admit_new_tokens.append(answer.new_tokens if answer else 0)
+            output.admit_boundary_tokens.append(answer.boundary_tokens if answer else 0)
+            if answer is not None and status is Status.OK:
+                budget -= answer.new_tokens + item.budget_overhead
+                num_admitted += 1
+                output.admit_counts += map(len, answer.tables)
+                output.admit_hit_counts += answer.hit_counts
+                for table in answer.tables:
+                    output.admit_blocks += table
+            else:
+                output.admit_counts += no_counts
+                output.admit_hit_counts += no_counts
+                may_admit = False
+
+    def _hear_of(self, owner: PoolSession, sequence_id: int, hashes: list[bytes]) -> None:
+        """A sequence that is not tried is asked for again later, by its id."""
+        if sequence_id not in owner.sequences:
+            sequence = owner.waiting(sequence_id, hashes, self._num_groups)
+            owner.remember(sequence, self.config.max_remembered_refusals)
 
     def admit(self, turn: Turn, item: AdmitItem, token_budget: int) -> Admitted:
         """All or nothing. Raises SequenceExists, BadCount, HashesMissing, NeverFits."""
         owner = turn.owner
-        sequence = self.waiting_sequence(owner, item.sequence_id, item.hashes)
+        sequence = owner.waiting(item.sequence_id, item.hashes, self._num_groups)
         refusal = sequence.refusal
-        if refusal is not None and refusal.holds(self.store.version, item):
+        if refusal is not None and refusal.holds(self._version, item):
             return refusal.answer  # nothing has changed since it was refused
         self._check(item, sequence)
         sequence.num_prompt_tokens, sequence.num_tokens = item.num_prompt_tokens, item.num_tokens
@@ -58,22 +103,14 @@ class Admission:
             self._check_can_ever_fit(item)
             answer = self._refuse(owner, sequence, hit, hindrance, Status.REFUSED)
             if hindrance is not Bound.STATE_NOT_WRITTEN and token_budget >= item.num_tokens + item.budget_overhead:
-                sequence.refusal = Refusal(self.store.version, item, answer)
+                sequence.refusal = Refusal(self._version, item, answer)
             return answer
         return self._apply(turn, item, sequence, hit, total, slots, main, new, bound)
 
-    def waiting_sequence(self, owner: PoolSession, sequence_id: int, hashes: list[bytes] | None) -> Sequence:
-        """The sequence as far as it is known; hashes sent now replace what was remembered."""
-        if sequence_id in owner.sequences:
-            raise SequenceExists(sequence_id)
-        known = owner.refused.get(sequence_id)
-        if hashes is None:
-            if known is None:
-                raise HashesMissing(sequence_id, 0, 1)
-            return known
-        sequence = Sequence(sequence_id, len(self.groups.policies))
-        sequence.hashes = hashes
-        return sequence
+    @property
+    def _version(self) -> int:
+        """Stays the same only while nothing changes that could change an answer: both parts only grow."""
+        return self.store.version + self.store.prefixes.version
 
     def _check(self, item: AdmitItem, sequence: Sequence) -> None:
         """Raises BadCount, naming the first count that is out of range."""
@@ -164,21 +201,12 @@ class Admission:
         whole = min(item.num_tokens, self.config.max_model_len)
         nothing = HitResult(0, [[] for _ in self.groups.policies])
         needed = self._need(item, Sequence(0, len(nothing.blocks)), nothing, 0, whole, whole, capped=True)
-        usable = self.config.num_blocks - 1 - self.config.num_reserved_low_blocks
-        if needed > usable:
-            raise NeverFits(item.sequence_id, needed, usable)
+        if needed > self.store.num_usable:
+            raise NeverFits(item.sequence_id, needed, self.store.num_usable)
 
     def _refuse(self, owner: PoolSession, sequence: Sequence, hit: HitResult, bound: Bound, status: Status) -> Admitted:
-        self.remember(owner, sequence)
+        owner.remember(sequence, self.config.max_remembered_refusals)
         return Admitted(status=status, bound=bound, hit_tokens=hit.tokens, boundary_tokens=hit.boundary_tokens)
-
-    def remember(self, owner: PoolSession, sequence: Sequence) -> None:
-        """Keeps the hashes of a sequence that will be asked for again by its id (R19). The oldest are forgotten."""
-        refused = owner.refused
-        refused.pop(sequence.sequence_id, None)
-        refused[sequence.sequence_id] = sequence
-        if len(refused) > self.config.max_remembered_refusals:
-            del refused[next(iter(refused))]
 
     def _apply(
         self,
@@ -221,8 +249,3 @@ class Admission:
             hit_counts=hit_counts,
             new_blocks=new_blocks,
         )
-
-
-def hit_limit(num_tokens: int, max_hit_tokens: int) -> int:
-    """At most num_tokens - 1: the last token must be computed to get the next one."""
-    return num_tokens - 1 if max_hit_tokens < 0 else min(num_tokens - 1, max_hit_tokens)

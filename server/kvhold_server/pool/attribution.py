@@ -102,7 +102,7 @@ class Attribution:
             return rule, 0, 0, never, 0
         age = self.store.ghosts.age(view[start])
         if age is None:
-            is_backed = self.store.find(reference.gid, view[start], -1) != 0
+            is_backed = self.store.prefixes.find(reference.gid, view[start], -1) != 0
             return (rule + gone, 0, 0, never, 0) if is_backed else (rule, 0, gone, never, 0)
         return rule, gone, 0, never, age
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvhold_server.pool.admission import hit_limit
+from kvhold_server.pool.lookup import hit_limit
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
 
@@ -139,7 +139,7 @@ def _group_miss(pool: Pool, gid: int, view: list[bytes], hit_tokens: int, start:
         key = view[position]
         evicted_ago = 0
         if key in store.index[gid]:
-            if store.find(gid, key, OBSERVER):
+            if store.prefixes.find(gid, key, OBSERVER):
                 continue
             reason = MissReason.PROVISIONAL
         elif (age := _evicted_ago(pool, gid, key)) is not None:

@@ -10,7 +10,7 @@ them on the same device, so it may take the block again at once; another session
 A fence is one object per session and step, shared by all its blocks; completing a step closes it in O(1). For "how many
 free blocks may S take" only two kinds of numbers are kept: all fenced free blocks, and per session those that nobody
 else fences. While a pool has a single session there is nothing to decide and nothing is recorded but references to the
-lists of freed blocks (`Ledger` in session.py), from which the fences are made when a second session opens.
+lists of freed blocks (`OpenStep.released`), from which the fences are made when a second session opens.
 """
 
 from __future__ import annotations

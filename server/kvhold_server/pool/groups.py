@@ -74,9 +74,8 @@ class Groups:
         # One table that grows with its sequence and forgets nothing: the usual model, whose steps go through in bulk.
         self.is_plain = self.is_single and self.policies[0].is_simple
         self.has_states = any(policy.config.kind is GroupKind.MAMBA for policy in self.policies)
-        self.withheld_tokens = max(
-            0, config.num_prefill_lookahead_tokens - 1
-        )  # recomputed by every module of a drafter
+        # Tokens that every module of a drafter computes again.
+        self.withheld_tokens = max(0, config.num_prefill_lookahead_tokens - 1)
 
     def _make_classes(self, cacheable: list[GroupPolicy]) -> list[_Class]:
         classes: dict[object, _Class] = {}
@@ -100,7 +99,7 @@ class Groups:
         blocks: list[list[int]] = [[] for _ in self.policies]
         if not self.classes or max_tokens <= 0:
             return HitResult(0, blocks)
-        prefix = Prefix(self.store, sequence, session)
+        prefix = Prefix(self.store.prefixes, sequence, session)
         if self.is_single:
             (only,) = self.classes
             found = only.policy.find(prefix, only.gids, max_tokens, only.is_eagle, only.policy.block_tokens)
@@ -143,7 +142,7 @@ class Groups:
     def group_hit_tokens(self, sequence: Sequence, session: int, max_tokens: int) -> list[int]:
         """What each group backs by itself; 0 for groups that are never looked up."""
         tokens = [0] * len(self.policies)
-        prefix = Prefix(self.store, sequence, session)
+        prefix = Prefix(self.store.prefixes, sequence, session)
         for each in self.classes:
             for gid in each.gids:
                 align = each.policy.block_tokens if self.is_single else self.align

@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 from kvhold_server.domain.errors import PreconditionFailed
 from kvhold_server.pool.blocks import BlockStore
+from kvhold_server.pool.origin import Origin
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.sequence import Sequence
-from kvhold_server.pool.session import Origin, PoolSession
+from kvhold_server.pool.session import PoolSession
 from kvhold_server.pool.values import Completed
 
 _RECOVERED = 0  # serial of nobody: hits on recovered blocks count as shared

@@ -1,22 +1,18 @@
-"""What the pool remembers of a session: its sequences, its open steps, and what each open step did.
+"""What the pool remembers of a session: its sequences, those that it asked for in vain, and its open steps.
 
-PoolSession ── open_steps ─▶ OpenStep 7 ── origins   what it published (provisional until the step is complete)
-                                        ├─ released  what it let go (fenced until then; by reference)
-                                        └─ copies    both ends are held until then
+completed_step    open_steps      step
+── 1 2 3 ─┤── 4 ─── 5 ─── 6 ──────┤          3 and all before it have left nothing in flight; 6 is the last begun
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from enum import Enum
-from typing import TYPE_CHECKING
 
-from kvhold_server.pool.fences import Fence, own_fence_owner
+from kvhold_server.pool.errors import HashesMissing, SequenceExists, UnknownSequence
+from kvhold_server.pool.open_step import OpenStep
 from kvhold_server.pool.sequence import Sequence
-from kvhold_server.pool.values import Copy, PrefixStatistics
-
-if TYPE_CHECKING:
-    from kvhold_server.pool.turn import Turn
+from kvhold_server.pool.values import PrefixStatistics
 
 
 class SessionState(Enum):
@@ -27,70 +23,10 @@ class SessionState(Enum):
     RELEASED = "released"  # being freed in slices
 
 
-class Origin:
-    """Who published blocks, in which step: one object for all blocks of a session's step and group.
-
-    A block's hash may be seen by others once its origin is public.
-    """
-
-    __slots__ = ("group", "is_public", "num_blocks", "parts", "session", "step")
-
-    def __init__(self, group: int, session: int, step: int) -> None:
-        self.group = group
-        self.session = session
-        self.step = step
-        self.is_public = False
-        self.num_blocks = 0  # that have it; kept until it is public
-        self.parts: list[list[int]] = []  # blocks published, list by list; emptied when public
-
-
-class OpenStep:
-    """One step that has begun and is not complete."""
-
-    __slots__ = ("_fence", "_own_fence", "copies", "origins", "released", "session", "step")
-
-    def __init__(self, session: int, step: int) -> None:
-        self.session = session
-        self.step = step
-        self.origins: dict[int, Origin] = {}  # by group
-        self.released: list[list[int]] = []
-        self.copies: list[Copy] = []
-        self._fence: Fence | None = None
-        self._own_fence: Fence | None = None
-
-    @property
-    def copy_ends(self) -> list[int]:
-        """Source, target, source, target, ...: held until this step is complete. Group by group, as they are copied."""
-        ordered = sorted(self.copies, key=lambda copy: copy.group)
-        return [block for copy in ordered for block in (copy.source, copy.target)]
-
-    def fence_for(self, *, fence_own: bool) -> Fence:
-        """The fence of blocks let go in this step; `fence_own`: one that this session must respect, too."""
-        if fence_own:
-            self._own_fence = self._own_fence or Fence(frozenset((own_fence_owner(self.session),)), frozenset())
-            return self._own_fence
-        self._fence = self._fence or Fence(frozenset((self.session,)), frozenset())
-        return self._fence
-
-    def fences(self) -> list[Fence]:
-        """Those that were made."""
-        return [fence for fence in (self._fence, self._own_fence) if fence is not None]
-
-
 class PoolSession:
     """One client's tenure in this pool. Serial numbers are never reused."""
 
-    __slots__ = (
-        "completed_step",
-        "open_steps",
-        "refused",
-        "sequences",
-        "serial",
-        "state",
-        "statistics",
-        "step",
-        "turn",
-    )
+    __slots__ = ("completed_step", "open_steps", "refused", "sequences", "serial", "state", "statistics", "step")
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
@@ -100,5 +36,61 @@ class PoolSession:
         self.open_steps: deque[OpenStep] = deque()
         self.sequences: dict[int, Sequence] = {}
         self.refused: dict[int, Sequence] = {}  # asked and not admitted: their hashes, oldest first; bounded
-        self.turn: Turn | None = None  # of the last step begun
         self.statistics = PrefixStatistics()
+
+    def begin(self, step: int) -> None:
+        """This step is the last one begun from now on."""
+        self.step = step
+        self.open_steps.append(OpenStep(self.serial, step))
+
+    def running(self, sequence_id: int) -> Sequence:
+        """The sequence that holds blocks under this id. Raises UnknownSequence."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequence(sequence_id)
+        return sequence
+
+    def waiting(self, sequence_id: int, hashes: list[bytes] | None, num_groups: int) -> Sequence:
+        """A sequence that holds nothing, as far as it is known; hashes sent now replace what was remembered.
+
+        Raises SequenceExists if it runs already, HashesMissing if they were never sent or are forgotten.
+        """
+        if sequence_id in self.sequences:
+            raise SequenceExists(sequence_id)
+        if hashes is None:
+            known = self.refused.get(sequence_id)
+            if known is None:
+                raise HashesMissing(sequence_id, 0, 1)
+            return known
+        sequence = Sequence(sequence_id, num_groups)
+        sequence.hashes = hashes
+        return sequence
+
+    def remember(self, sequence: Sequence, max_remembered: int) -> None:
+        """Keeps the hashes of a sequence that will be asked for again by its id (R19). The oldest are forgotten."""
+        refused = self.refused
+        refused.pop(sequence.sequence_id, None)
+        refused[sequence.sequence_id] = sequence
+        if len(refused) > max_remembered:
+            del refused[next(iter(refused))]
+
+    def held(self) -> Counter[int]:
+        """Its blocks, and how often each stands in a table or is an end of a copy. O(blocks)."""
+        tables = (table for sequence in self.sequences.values() for table in sequence.tables)
+        held = Counter(block for table in tables for block in table if block)
+        held.update(block for open_step in self.open_steps for block in open_step.copy_ends)
+        return held
+
+    def check_invariants(self) -> None:
+        """Open steps are those after the completed one, in order; nobody runs and waits at once."""
+        assert self.refused.keys().isdisjoint(self.sequences)
+        if self.state is SessionState.ALIVE:
+            assert self.completed_step <= self.step
+            steps = [open_step.step for open_step in self.open_steps]
+            assert steps == sorted(set(steps)), steps
+            assert not steps or (self.completed_step < steps[0] and steps[-1] == self.step), (
+                self.completed_step,
+                steps,
+            )
+        for open_step in self.open_steps:
+            open_step.check_invariants()

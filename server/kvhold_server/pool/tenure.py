@@ -1,4 +1,4 @@
-"""Sessions of a pool: opening, completing steps, closing, dying, and giving back in slices what a dead one held.
+"""Sessions of a pool: opening, steps, closing, dying, and giving back in slices what a dead one held.
 
 ALIVE ── close ─▶ gone                         everything is proven complete: published and freed at once
   │
@@ -8,14 +8,16 @@ ALIVE ── close ─▶ gone                         everything is proven comp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import repeat
 
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.blocks import BlockStore
-from kvhold_server.pool.errors import QuarantineOpen, UnknownPoolSession
-from kvhold_server.pool.session import OpenStep, Origin, PoolSession, SessionState
-from kvhold_server.pool.values import Completed
+from kvhold_server.pool.errors import QuarantineOpen, StepOutOfOrder, TooManyOpenSteps, UnknownPoolSession
+from kvhold_server.pool.open_step import OpenStep
+from kvhold_server.pool.origin import Origin
+from kvhold_server.pool.session import PoolSession, SessionState
+from kvhold_server.pool.values import Completed, SessionUse
 
 _SLICE_BLOCKS = 256
 
@@ -30,11 +32,6 @@ class Tenures:
         self.sessions: dict[int, PoolSession] = {}
         self._last_serial = 0
         self._work: dict[int, Iterator[int]] = {}  # of dead sessions: yields how many blocks it has just worked off
-
-    @property
-    def num_quarantined(self) -> int:
-        """Blocks that only dead sessions hold."""
-        return self.store.num_quarantined
 
     def open(self) -> PoolSession:
         """A new session."""
@@ -61,49 +58,42 @@ class Tenures:
                 open_step.released.clear()
         store.fences.enter_free(block for block in released if not store.refs[block])
 
+    # ------------------------------------------------------------ steps
+    def advance(self, owner: PoolSession, step: int, completed_step: int) -> Completed | None:
+        """The session's next step, or more of the last one; steps up to `completed_step` are complete.
+
+        Raises StepOutOfOrder, TooManyOpenSteps. None: nothing has been completed.
+        """
+        if step < owner.step or completed_step > step or step < 1:
+            raise StepOutOfOrder(step, completed_step, owner.step, owner.completed_step)
+        completed = None
+        if completed_step > owner.completed_step:
+            completed = self.complete(owner, completed_step if completed_step < owner.step else owner.step)
+        if step > owner.step:
+            if len(owner.open_steps) >= self.config.max_open_steps:
+                raise TooManyOpenSteps(len(owner.open_steps), self.config.max_open_steps)
+            owner.begin(step)
+        return completed
+
     def complete(self, owner: PoolSession, completed_step: int) -> Completed:
         """Steps up to this one have left nothing in flight."""
         result = Completed(groups=[], blocks=[], hashes=[], key_tokens=[])
-        steps = owner.open_steps
+        steps, prefixes = owner.open_steps, self.store.prefixes
         if completed_step <= owner.completed_step:
             return result
         owner.completed_step = completed_step
         while steps and steps[0].step <= completed_step:
             open_step = steps.popleft()
-            self._publish(open_step, result)
+            prefixes.reveal(open_step.origins.values(), result if self.tells_completed else None)
+            open_step.origins = {}
             self._lift(open_step)
             if open_step.copies:
                 self.store.let_go(open_step.copy_ends, None)
-        if not steps:
-            owner.turn = None
         if self.store.tracking and len(self.sessions) == 1 and self.store.fences.is_quiet:
             self.store.tracking = False
             self.store.fences.forget_closed()
         self.store.version += 1
         return result
-
-    def _publish(self, open_step: OpenStep, result: Completed) -> None:
-        """Everybody may see what this step published."""
-        store = self.store
-        for origin in open_step.origins.values():
-            origin.is_public = True
-            store.num_provisional -= 1
-            store.num_provisional_blocks -= origin.num_blocks
-            if self.tells_completed:
-                for part in origin.parts:
-                    self._tell(origin, part, result)
-            origin.parts = []
-        open_step.origins = {}
-
-    def _tell(self, origin: Origin, blocks: list[int], result: Completed) -> None:
-        """Lists those blocks that still have the hash that this origin gave them."""
-        key_of, origin_of = self.store.key_of, self.store.origin_of
-        if any(origin_of[block] is not origin for block in blocks):
-            blocks = [block for block in blocks if origin_of[block] is origin]
-        result.groups.extend(repeat(origin.group, len(blocks)))
-        result.blocks.extend(blocks)
-        result.hashes.extend(map(key_of.__getitem__, blocks))  # type: ignore[arg-type]
-        result.key_tokens.extend(map(self.store.key_tokens.__getitem__, blocks))
 
     def _lift(self, open_step: OpenStep) -> None:
         for fence in open_step.fences():
@@ -111,11 +101,8 @@ class Tenures:
         open_step.released.clear()
 
     def drop_origins(self, open_step: OpenStep) -> None:
-        """What this step published is gone already: nothing is left to become public."""
-        for origin in open_step.origins.values():
-            self.store.num_provisional -= 1
-            self.store.num_provisional_blocks -= origin.num_blocks
-            origin.num_blocks = 0
+        """What this step published is gone already."""
+        self.store.prefixes.abandon(open_step.origins.values())
         open_step.origins = {}
 
     def close(self, owner: PoolSession) -> None:
@@ -126,6 +113,14 @@ class Tenures:
                 table.reverse()
                 self.store.let_go(table, None)
         del self.sessions[owner.serial]
+
+    def go_stale(self) -> None:
+        """The cache was reset: what runs now publishes nothing any more, and what it published is gone."""
+        for owner in self.sessions.values():
+            for sequence in owner.sequences.values():
+                sequence.is_stale = True
+            for open_step in owner.open_steps:
+                self.drop_origins(open_step)
 
     # ------------------------------------------------------------ dead sessions
     def reap(self, session: int, max_blocks: int) -> bool:
@@ -170,18 +165,18 @@ class Tenures:
                                 store.drop_keys(block)
                         yield _SLICE_BLOCKS
             self.drop_origins(open_step)
-            store.quarantine(open_step.copy_ends)
+            store.quarantine.enter(open_step.copy_ends)
         for sequence in owner.sequences.values():
             for table in sequence.tables:
                 for i in range(0, len(table), _SLICE_BLOCKS):
-                    store.quarantine(table[i : i + _SLICE_BLOCKS])
+                    store.quarantine.enter(table[i : i + _SLICE_BLOCKS])
                     yield _SLICE_BLOCKS
 
     def _release(self, owner: PoolSession) -> Iterator[int]:
         store = self.store
         for open_step in owner.open_steps:
             self._lift(open_step)
-            store.unquarantine(open_step.copy_ends)
+            store.let_go_of_dead(open_step.copy_ends)
         owner.open_steps.clear()
         while owner.sequences:
             sequence = owner.sequences[next(iter(owner.sequences))]
@@ -190,9 +185,42 @@ class Tenures:
                     deepest = table[-_SLICE_BLOCKS:]
                     del table[-_SLICE_BLOCKS:]
                     deepest.reverse()
-                    store.unquarantine(deepest)
+                    store.let_go_of_dead(deepest)
                     yield len(deepest)
             del owner.sequences[sequence.sequence_id]
+
+    # ------------------------------------------------------------ who holds what
+    def holders(self) -> list[tuple[int, int]]:
+        """The sequences that hold blocks, as (session, sequence id)."""
+        return [(owner.serial, sequence_id) for owner in self.sessions.values() for sequence_id in owner.sequences]
+
+    def use_of(self, session: int) -> SessionUse:
+        """What a session has, alive or dead. O(its blocks). Raises UnknownPoolSession."""
+        owner = self.sessions.get(session)
+        if owner is None:
+            raise UnknownPoolSession(session)
+        held = owner.held()
+        is_alive = owner.state is SessionState.ALIVE
+        refs, dead_refs = self.store.refs, self.store.dead_refs
+        # Nobody else's, or only of the dead: `reap` counts them one slice at a time, but they wait from the death on.
+        only_its = 0 if is_alive else sum(refs[b] in (num, dead_refs.get(b)) for b, num in held.items())
+        return SessionUse(
+            num_sequences=len(owner.sequences),
+            num_held_blocks=len(held) if is_alive else 0,
+            num_quarantined_blocks=only_its,
+        )
+
+    def check_invariants(self) -> None:
+        """Each session's own, and those of the blocks that they hold together. O(blocks)."""
+        held: Counter[int] = Counter()
+        provisional: set[Origin] = set()
+        for owner in self.sessions.values():
+            owner.check_invariants()
+            held.update(owner.held())
+            provisional.update(origin for step in owner.open_steps for origin in step.origins.values())
+        for session in self._work:
+            assert self.sessions[session].state is not SessionState.ALIVE, "the living are not reaped"
+        self.store.check_invariants(held, provisional)
 
 
 def _work_off(work: Iterator[int], max_blocks: int) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.groups import Groups
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.turn import Turn
@@ -25,17 +24,17 @@ def is_plain(columns: ExtendColumns) -> bool:
     return not rare and len(set(columns.sequence_ids)) == len(columns.sequence_ids)
 
 
-def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups, max_slots: int, *, publishes: bool) -> bool:
+def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups) -> bool:
     """Applies all items and answers them in the turn's output. False: nothing was changed, ask one by one.
 
     For pools whose single group is plain, and columns that are.
     """
-    store, get = groups.store, turn.owner.sequences.get
+    config, store, get = groups.config, groups.store, turn.owner.sequences.get
     sequences = [sequence for sequence in map(get, columns.sequence_ids) if sequence is not None]
     slots, publish = columns.slots_needed, columns.publish_tokens
     num_items = len(columns.sequence_ids)
     lowest = min(min(slots), min(columns.processed_tokens), min(publish, default=0))
-    if len(sequences) != num_items or lowest < 0 or max(slots) > max_slots:
+    if len(sequences) != num_items or lowest < 0 or max(slots) > config.max_model_len:
         return False
     size = groups.plain_sizes[0]
     counts = []
@@ -55,7 +54,7 @@ def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups, max_slot
         for sequence, hashes in zip(sequences, cut(columns.hashes, columns.hash_counts), strict=True):
             if hashes:
                 sequence.hashes += hashes
-    if publish and publishes:
+    if publish and config.enable_caching:
         _publish(turn, sequences, publish, groups)
     output = turn.output
     if turn.zeroing:
@@ -68,8 +67,8 @@ def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups, max_slot
 
 def _publish(turn: Turn, sequences: list[Sequence], tokens: list[int], groups: Groups) -> None:
     """What these known tokens fill: as `Groups.publish`, sequence by sequence."""
-    store: BlockStore = groups.store
-    if store.events is not None and store.tells_stored:
+    prefixes = groups.store.prefixes
+    if prefixes.events is not None and prefixes.tells_stored:
         for sequence, known in zip(sequences, tokens, strict=True):
             if known and not sequence.is_stale:
                 groups.publish(sequence, known, turn)
@@ -97,4 +96,4 @@ def _publish(turn: Turn, sequences: list[Sequence], tokens: list[int], groups: G
             hashes += digests[start:end]
             lengths += range((start + 1) * size, end * size + 1, size)
     if blocks:
-        store.publish(0, blocks, hashes, turn.origin(0), lengths)
+        prefixes.publish(0, blocks, hashes, turn.origin(0), lengths)

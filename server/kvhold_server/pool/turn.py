@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvhold_server.pool.blocks import BlockStore
-from kvhold_server.pool.session import OpenStep, Origin, PoolSession
+from kvhold_server.pool.origin import Origin
+from kvhold_server.pool.session import PoolSession
 from kvhold_server.pool.values import Copy, StepOutput
 
 
@@ -12,24 +13,15 @@ class Turn:
 
     __slots__ = ("gained", "has_partials", "open_step", "output", "owner", "session", "store", "zeroing")
 
-    def __init__(
-        self,
-        store: BlockStore,
-        owner: PoolSession,
-        open_step: OpenStep,
-        output: StepOutput,
-        *,
-        has_partials: bool,
-        zeroing: bool,
-    ) -> None:
+    def __init__(self, store: BlockStore, owner: PoolSession, *, has_partials: bool, zeroing: bool) -> None:
         self.store = store
         self.owner = owner
         self.session = owner.serial
-        self.open_step = open_step
-        self.output = output
+        self.open_step = owner.open_steps[-1]
+        self.gained = self.open_step.gained
+        self.output = StepOutput()
         self.has_partials = has_partials  # hashes may name prefixes that end inside a block
         self.zeroing = zeroing
-        self.gained: set[int] = set()  # state blocks that got a hash in this step: not written yet (§15 M6)
 
     def let_go(self, blocks: list[int], *, fence_own: bool = False) -> None:
         """One reference less; reusable by others once this step is complete."""
@@ -46,5 +38,5 @@ class Turn:
         origin = self.open_step.origins.get(group)
         if origin is None:
             origin = self.open_step.origins[group] = Origin(group, self.session, self.open_step.step)
-            self.store.num_provisional += 1
+            self.store.prefixes.num_provisional += 1
         return origin

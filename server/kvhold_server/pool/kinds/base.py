@@ -15,15 +15,13 @@ restart    as_held          a table that a client says it holds, as the kind kee
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from kvhold_server.domain.pool_config import GroupConfig, PoolConfig
+from kvhold_server.pool.blocks import BlockStore
+from kvhold_server.pool.prefix_index import PrefixIndex
 from kvhold_server.pool.sequence import Sequence
+from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import Copy, Stored
-
-if TYPE_CHECKING:
-    from kvhold_server.pool.blocks import BlockStore
-    from kvhold_server.pool.turn import Turn
 
 
 def cdiv(a: int, b: int) -> int:
@@ -34,10 +32,10 @@ def cdiv(a: int, b: int) -> int:
 class Prefix:
     """The hashes of one lookup, as one session sees the index."""
 
-    __slots__ = ("sequence", "session", "store")
+    __slots__ = ("prefixes", "sequence", "session")
 
-    def __init__(self, store: BlockStore, sequence: Sequence, session: int) -> None:
-        self.store = store
+    def __init__(self, prefixes: PrefixIndex, sequence: Sequence, session: int) -> None:
+        self.prefixes = prefixes
         self.sequence = sequence
         self.session = session
 
@@ -46,7 +44,7 @@ class Prefix:
         view = self.sequence.block_hashes(stride)
         if count < len(view):
             view = view[:count]
-        rows = [self.store.visible_prefix(group, view, self.session) for group in groups]
+        rows = [self.prefixes.visible_prefix(group, view, self.session) for group in groups]
         if len(rows) > 1:
             shortest = min(map(len, rows))
             rows = [row[:shortest] for row in rows]
@@ -54,7 +52,7 @@ class Prefix:
 
     def at(self, groups: Seq[int], key: bytes) -> list[int] | None:
         """Per group the block with this hash, if all the groups have one."""
-        found = [self.store.find(group, key, self.session) for group in groups]
+        found = [self.prefixes.find(group, key, self.session) for group in groups]
         return found if all(found) else None
 
 
@@ -78,7 +76,6 @@ class GroupPolicy:
     publishes_plainly = True  # full blocks, and inside blocks at most what `publish` adds where there are partial ones
     skips = False  # lets go of blocks while the sequence runs
     grows_plainly = True  # a table covers the sequence's tokens, no more and no less
-    is_indivisible = False  # its blocks do not stand for token ranges
     covers_encoder = False  # its tables cover encoder tokens instead of the sequence's
     wants_zeroing = True  # new blocks are listed for zeroing where the pool needs that
 
@@ -87,6 +84,7 @@ class GroupPolicy:
         self.config = config
         self.pool = pool
         self.store = store
+        self.prefixes = store.prefixes
         self.block_tokens = config.block_size_tokens
         self.stride = max(1, config.block_size_tokens // pool.hash_unit_tokens)
         self.is_eagle = False  # set by the hybrid: flagged, or all are
@@ -240,19 +238,19 @@ class GroupPolicy:
             indices = [i for i in (range(start, end) if kept is None else kept) if table[i]]
             blocks = [table[i] for i in indices]
             hashes = [view[i] for i in indices]
-        store = self.store
+        prefixes = self.prefixes
         if turn.has_partials:
             for block in blocks:
-                if store.key_of[block] is not None:
-                    store.drop_keys(block)  # it ended inside this block; now it covers it
+                if prefixes.key_of[block] is not None:
+                    prefixes.drop(block)  # it ended inside this block; now it covers it
         size = self.block_tokens
         duplicates = 0
         if blocks:
             is_run = isinstance(indices, range)
             lengths = range((start + 1) * size, end * size + 1, size) if is_run else [(i + 1) * size for i in indices]
-            duplicates = store.publish(self.gid, blocks, hashes, turn.origin(self.gid), lengths)
-        if store.events is not None and store.tells_stored:
-            store.events.append(
+            duplicates = prefixes.publish(self.gid, blocks, hashes, turn.origin(self.gid), lengths)
+        if prefixes.events is not None and prefixes.tells_stored:
+            prefixes.events.append(
                 Stored(
                     group=self.gid,
                     hashes=hashes,

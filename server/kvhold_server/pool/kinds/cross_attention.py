@@ -13,7 +13,6 @@ class CrossAttentionPolicy(GroupPolicy):
     covers_encoder = True
     grows_plainly = False
     publishes_plainly = False
-    is_indivisible = True
 
     def take_external(self, sequence: Sequence, total: int, turn: Turn) -> None:
         """Loaded tokens are the decoder's."""

@@ -67,19 +67,19 @@ def publish_partial(
     policy: GroupPolicy, sequence: Sequence, block: int, tokens: int, turn: Turn, *, replace: bool
 ) -> None:
     """Names `block` by the prefix of `tokens` tokens, which ends inside it (§6 K4)."""
-    store, unit = policy.store, policy.pool.hash_unit_tokens
+    prefixes, unit = policy.prefixes, policy.pool.hash_unit_tokens
     key = sequence.hashes[tokens // unit - 1]
-    known = store.has_key(policy.gid, block, key)
+    known = prefixes.has_key(policy.gid, block, key)
     if replace:
-        store.drop_keys(block)
+        prefixes.drop(block)
         known = False
-    elif not known and store.key_of[block] is not None and store.key_tokens[block] < tokens:
-        store.drop_keys(block)
+    elif not known and prefixes.key_of[block] is not None and prefixes.key_tokens[block] < tokens:
+        prefixes.drop(block)
     if known:
         return
-    store.publish_partial(block, key, turn.origin(policy.gid), tokens)
-    if store.events is not None and store.tells_stored:
-        store.events.append(
+    prefixes.publish_partial(block, key, turn.origin(policy.gid), tokens)
+    if prefixes.events is not None and prefixes.tells_stored:
+        prefixes.events.append(
             Stored(
                 group=policy.gid,
                 hashes=[key],

@@ -33,7 +33,6 @@ class MambaPolicy(GroupPolicy):
     skips = True
     finds_units = True
     is_drop_free = True
-    is_indivisible = True
     grows_plainly = False
     publishes_plainly = False
     wants_zeroing = False
@@ -205,7 +204,7 @@ class AlignedMambaPolicy(MambaPolicy):
         source = sequence.tables[self.gid][entry]
         (target,) = self.store.take(1, turn.session)
         if self.store.key_of[source] is not None:
-            self.store.move_keys(source, target)
+            self.prefixes.move_keys(source, target)
         self.store.refs[source] += 1  # by the copy; the target's only reference is the copy's, too
         turn.copy(Copy(group=self.gid, source=source, target=target))
         turn.gained.add(target)
@@ -269,7 +268,7 @@ class AlignedMambaPolicy(MambaPolicy):
         wanted = (self._prompt_end(sequence), sequence.boundary_tokens)
         is_early = self.pool.retention_interval_tokens == 0 and tokens < sequence.num_prompt_tokens
         if is_early and boundary not in wanted:
-            self.store.drop_keys(block)
+            self.prefixes.drop(block)
             return
         if boundary % self.block_tokens:
             publish_partial(self, sequence, block, boundary, turn, replace=True)
