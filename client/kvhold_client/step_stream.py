@@ -108,7 +108,11 @@ class StepStream:
                 self._reading.release()
 
     def _next(self) -> Any:
-        event = self._call.next_event()
+        try:
+            event = self._call.next_event()
+        except BaseException:  # a signal's handler raised: gRPC has given the call up
+            self._num_due = 0
+            raise
         self._num_due -= 1
         if event.tag is _STATUS:
             self._status = event.batch_operations[0]

@@ -100,9 +100,48 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         context.abort(code, reason)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[tuple[ScriptedDaemon, str]]:
-    scripted = ScriptedDaemon()
+class StreamingDaemon(ScriptedDaemon):
+    """The same faults on a stream: a refusal does not end it, a lost answer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_streams = 0
+
+    def StepStream(self, requests, context):  # type: ignore[no-untyped-def]
+        self.num_streams += 1
+        for request in requests:
+            try:
+                answer = block_pb2.StepStreamResponse(step=self.Step(request, self))
+            except _Refused as refused:
+                refusal = block_pb2.StepRefusal(code=refused.code.value[0], status_details=refused.details)
+                answer = block_pb2.StepStreamResponse(refusal=refusal)
+            except _Lost:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
+            yield answer
+
+    # What Step asks of a call's context:
+    def set_trailing_metadata(self, trailing):  # type: ignore[no-untyped-def]
+        ((_, self._details),) = trailing
+
+    def abort(self, code, _text):  # type: ignore[no-untyped-def]
+        if code is grpc.StatusCode.UNAVAILABLE:
+            raise _Lost
+        raise _Refused(code, self._details)
+
+
+class _Lost(Exception):
+    pass
+
+
+class _Refused(Exception):
+    def __init__(self, code: grpc.StatusCode, details: bytes) -> None:
+        self.code, self.details = code, details
+
+
+@pytest.fixture(params=["unary", "stream"])
+def daemon(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ScriptedDaemon, str]]:
+    """One that knows no stream, as earlier ones, and one that does."""
+    scripted = StreamingDaemon() if request.param == "stream" else ScriptedDaemon()
     server = grpc.server(futures.ThreadPoolExecutor(8))
     block_pb2_grpc.add_BlockServiceServicer_to_server(scripted, server)
     session_pb2_grpc.add_SessionServiceServicer_to_server(scripted, server)
@@ -138,6 +177,32 @@ def test_a_step_whose_answer_was_lost_is_applied_once(daemon: tuple[ScriptedDaem
     first, second = scripted.seen
     assert first[1:] == second[1:]
     assert second[0] > first[0]  # the retry carries the epoch of the resume
+
+
+def test_steps_go_over_the_stream_where_the_daemon_has_one(
+    daemon: tuple[ScriptedDaemon, str], session: Session
+) -> None:
+    scripted, _ = daemon
+    for _ in range(3):
+        session.begin_step()
+        session.step(block_pb2.StepRequest())
+    if isinstance(scripted, StreamingDaemon):
+        assert (session.transport, scripted.num_streams) == ("grpc", 1)
+    else:
+        assert session.transport == "grpc-unary"
+    assert scripted.applied == [(1, 0), (2, 0), (3, 0)] and scripted.num_resumes == 0
+
+
+def test_a_step_in_two_halves_whose_answer_was_lost_is_applied_once(
+    daemon: tuple[ScriptedDaemon, str], session: Session
+) -> None:
+    scripted, _ = daemon
+    scripted.faults = ["", "lost answer"]
+    for _ in range(2):
+        session.begin_step()
+        session.submit(block_pb2.StepRequest())
+        reply = session.collect()
+    assert reply.replayed and scripted.applied == [(1, 0), (2, 0)]
 
 
 def test_parts_count_up_within_a_step_and_start_again_in_the_next(session: Session) -> None:
@@ -199,20 +264,40 @@ def test_the_session_is_kept_alive_and_closed(daemon: tuple[ScriptedDaemon, str]
         opened.step(block_pb2.StepRequest())
 
 
+async def open_async_session(client: AsyncClient) -> AsyncSession:
+    core = SessionCore(pool="p", client_name="c", tenant="", request_id="r", pid=1)
+    opened = AsyncSession(client, core, SHAPE, None)
+    await opened._open()
+    return opened
+
+
 def test_the_asyncio_session_resends_exactly_once_too(daemon: tuple[ScriptedDaemon, str]) -> None:
     scripted, target = daemon
 
     async def scenario() -> bool:
-        async with AsyncClient(target) as client:
-            core = SessionCore(pool="p", client_name="c", tenant="", request_id="r", pid=1)
-            opened = AsyncSession(client, core, SHAPE, None)
-            await opened._open()
-            async with opened:
-                scripted.faults = ["lost answer"]
-                opened.begin_step()
-                reply = await opened.step(block_pb2.StepRequest())
-            return reply.replayed
+        async with AsyncClient(target) as client, await open_async_session(client) as opened:
+            scripted.faults = ["lost answer"]
+            opened.begin_step()
+            return (await opened.step(block_pb2.StepRequest())).replayed
 
     assert asyncio.run(scenario())
     assert scripted.applied == [(1, 0)]
     assert scripted.closed.is_set()
+
+
+def test_the_asyncio_session_survives_a_refused_step(daemon: tuple[ScriptedDaemon, str]) -> None:
+    scripted, target = daemon
+
+    async def scenario() -> str:
+        async with AsyncClient(target) as client, await open_async_session(client) as opened:
+            scripted.faults = ["invalid"]
+            opened.begin_step()
+            with pytest.raises(InvalidField) as caught:
+                await opened.step(block_pb2.StepRequest())
+            await opened.step(block_pb2.StepRequest())
+            return caught.value.metadata["field"]
+
+    assert asyncio.run(scenario()) == "extend.slots_needed"
+    assert scripted.applied == [(1, 1)] and scripted.num_resumes == 0
+    if isinstance(scripted, StreamingDaemon):
+        assert scripted.num_streams == 1

@@ -5,7 +5,7 @@ are compared with the recorded ones, and what WatchEvents told with what the rec
 Three questions that an engine asks its own tables (common prefix, estimate, clipped tables) are answered from the dump.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from tests.conformance.blocks_core import (
 from tests.conformance.blocks_events import ExpectedChanges, StreamReader
 from tests.conformance.report import Outcome
 
+StepCall = Callable[[block_pb2.StepRequest], block_pb2.StepResponse]
+
 POOL = "conformance"
 OK = block_pb2.ITEM_STATUS_OK
 REFUSALS = (block_pb2.ITEM_STATUS_OUT_OF_BLOCKS, block_pb2.ITEM_STATUS_STATE_NOT_READY, block_pb2.ITEM_STATUS_NO_BUDGET)
@@ -64,10 +66,12 @@ class ItemFailed(KvholdError):
 class WireDriver(Driver):
     """A simulated pool of a daemon and one session in it. The daemon's grace period must outlast the replay."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, step: StepCall | None = None) -> None:
+        """`step`: another way to send steps than a call for each."""
         self._pools = pool_pb2_grpc.PoolServiceStub(channel)
         self._sessions = session_pb2_grpc.SessionServiceStub(channel)
         self._blocks = block_pb2_grpc.BlockServiceStub(channel)
+        self._call_step = step or self._blocks.Step
         self._admin = admin_pb2_grpc.AdminServiceStub(channel)
         self.channel = channel
         self._dump: admin_pb2.DescribeBlocksResponse | None = None  # as of the last call that changed anything
@@ -271,7 +275,7 @@ class WireDriver(Driver):
         request = block_pb2.StepRequest(
             **self._head, step=self._step, part=self._part, completed_step=self._completed, **parts
         )
-        response = self._blocks.Step(request)
+        response = self._call_step(request)
         copies = response.copies
         self._copies += zip(copies.group_ids, copies.source_block_ids, copies.target_block_ids, strict=True)
         self._end.zero += response.zero_block_ids
@@ -375,12 +379,12 @@ def options_of(config: PoolConfig) -> pool_pb2.PoolOptions:
     return options
 
 
-def check_file(path: Path, channel: grpc.Channel) -> Iterator[Outcome]:
+def check_file(path: Path, channel: grpc.Channel, step: StepCall | None = None) -> Iterator[Outcome]:
     """All operations of one manager trace, and the index at its end."""
     rows = rows_in(path)
     header = next(rows)
     name = header["scenario"]
-    replay = WireReplay(WireDriver(channel), header)
+    replay = WireReplay(WireDriver(channel, step), header)
     outcome = Outcome(name=name)
     for outcome in replay_manager(name, rows, header, replay):
         yield outcome

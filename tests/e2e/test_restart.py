@@ -24,11 +24,20 @@ def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> "LocalDaemon":
     return LocalDaemon("--grace-period-s", "8", directory=tmp_path_factory.mktemp("d"))
 
 
-def test_a_session_outlives_its_daemon(own_daemon: LocalDaemon) -> None:
+WAYS = {  # of steps: by name of `Session.transport`
+    "local": {},
+    "grpc": {"local_transport": False},
+    "grpc-unary": {"local_transport": False, "step_stream": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_outlives_its_daemon(own_daemon: LocalDaemon, way: str) -> None:
     with own_daemon, Client(own_daemon.target) as client:
         pool = client.open_pool(PoolRequest(name="warm", plan=tiny_plan(64), model="tiny"))
         lost: list[list[int]] = []
-        session = pool.open_session(on_lost=lost.append)
+        session = pool.open_session(on_lost=lost.append, **WAYS[way])
+        assert session.transport == way
         memory = pool.map_rank(0, session=session, library="numpy")
         stamper = Stamper(memory)
         session.begin_step()
@@ -47,7 +56,7 @@ def test_a_session_outlives_its_daemon(own_daemon: LocalDaemon) -> None:
         second = session.table.new_sequence(2, HASHES)
         session.table.admit(second, num_tokens=NUM_TOKENS)
         (admission,) = session.table.flush().admitted
-        assert session.epoch > epoch
+        assert session.epoch > epoch and session.transport == way
         assert not lost
         assert admission.hit_tokens == 160, "what was published and complete is still cached"
         assert second.tables[0][:10] == first.tables[0][:10], "and it is the same blocks, which we still hold"
@@ -61,6 +70,29 @@ def test_a_session_outlives_its_daemon(own_daemon: LocalDaemon) -> None:
         del stamper
         memory.unmap()
         client.delete_pool("warm", force=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_under_way_when_the_daemon_is_killed_is_applied_once(own_daemon: LocalDaemon, way: str) -> None:
+    """Sent, and the daemon is dead before the answer is read: the step is sent again to the next daemon."""
+    with own_daemon, Client(own_daemon.target) as client:
+        pool = client.open_pool(PoolRequest(name="under-way", plan=tiny_plan(64), model="tiny"))
+        with pool.open_session(**WAYS[way]) as session:
+            session.begin_step()
+            session.table.admit(session.table.new_sequence(1, HASHES), num_tokens=NUM_TOKENS)
+            session.table.flush()
+            session.begin_step()
+            second = session.table.new_sequence(2)
+            session.table.admit(second, num_tokens=NUM_TOKENS)
+            session.table.submit()
+            own_daemon.kill()
+            own_daemon.start()
+            (admission,) = session.table.collect().admitted
+            assert admission.sequence is second and len(second.tables[0]) == 11
+            assert session.transport == way
+            assert pool.status().counts.num_held_blocks == 22, "once each"
+            session.idle()
+        client.delete_pool("under-way", force=True)
 
 
 def test_an_asyncio_session_outlives_its_daemon_too(own_daemon: LocalDaemon) -> None:

@@ -5,11 +5,12 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from kvhold.v1 import plan_pb2, plan_pb2_grpc, pool_pb2, pool_pb2_grpc
+from kvhold.v1 import block_pb2, block_pb2_grpc, plan_pb2, plan_pb2_grpc, pool_pb2, pool_pb2_grpc
 from kvhold_server.app import Daemon
 from kvhold_server.config import load_config
 from kvhold_server.logs import CURRENT_TRACE_ID, JsonFormatter
@@ -34,6 +35,19 @@ async def ask(daemon: Daemon, traceparent: str = TRACEPARENT) -> None:
         await stub.GetCapabilities(
             plan_pb2.GetCapabilitiesRequest(), timeout=5, metadata=(("traceparent", traceparent),)
         )
+
+
+async def test_the_steps_of_a_stream_are_in_the_trace_that_it_was_opened_in(daemon: Daemon) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{daemon.config.socket}") as channel:
+        blocks = block_pb2_grpc.BlockServiceStub(channel)
+        for metadata in ((("traceparent", TRACEPARENT),), ()):
+            stream: Any = blocks.StepStream(metadata=metadata)
+            await stream.write(block_pb2.StepRequest(session_id="nobody", epoch=1, step=1))
+            assert (await stream.read()).HasField("refusal")
+            stream.cancel()
+    steps = daemon.node.telemetry.method("BlockService/Step")
+    assert [exemplar.trace_id for exemplar in steps.exemplars.values()] == [TRACE], "and of the first stream alone"
+    assert steps.codes["NOT_FOUND"] == 2
 
 
 async def test_a_call_leaves_its_trace_in_the_duration_bucket(daemon: Daemon) -> None:
