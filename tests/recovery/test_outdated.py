@@ -1,4 +1,4 @@
-"""What a restart must not forget of sequences that still run: whether their contents were replaced, and their kernels."""
+"""What a restart must not forget of sequences that still run: whether their contents were replaced, and kernels."""
 
 import asyncio
 from pathlib import Path

@@ -11,6 +11,7 @@ Blocks that others hold already are shared, not taken: hitting them costs no quo
 
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.pool.values import StepInput
+from kvhold_server.sessions.session import NO_SLOT
 from kvhold_server.sessions.session_table import SessionTable
 
 
@@ -18,7 +19,7 @@ def held_by_tenant(live: LivePool, sessions: SessionTable, tenant: str) -> int:
     """Blocks in tables of the tenant's sessions, each session's counted once. O(those blocks)."""
     known = sessions.sessions(live.name)
     own = [session for session in known if session.request.tenant == tenant and session.session_id in live.members]
-    uses = [live.pool.use_of(session.slot) for session in own]
+    uses = [live.pool.use_of(session.slot) for session in own if session.slot != NO_SLOT]  # else it has just closed
     return sum(use.num_held_blocks + use.num_quarantined_blocks for use in uses)
 
 

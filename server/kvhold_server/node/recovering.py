@@ -92,7 +92,8 @@ class Recovering:
     def take_up(self, live: LivePool, session: Session, held: list[HeldSequence]) -> tuple[int, ...]:
         """A former session says what it holds; returns the sequences that it lost."""
         result = reassert(live.pool, session.slot, held, is_outdated=session.is_outdated)
-        live.note(result.completed, live.pool.take_events())
+        live.note(None, live.pool.take_events())  # hashes behind a gap go before they are published again
+        live.note(result.completed, ())
         self._sessions.reasserted(session.session_id)
         return tuple(result.lost)
 
