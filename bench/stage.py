@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhold_client.leash import leashed
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 YARDSTICK = HERE / "yardstick"
@@ -55,9 +57,9 @@ def daemon(cores: Cores) -> Iterator[Daemon]:
     """Starts one with the fake backend on a socket of its own, and ends it."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as place:
         socket = Path(place) / "kvhold.sock"
-        command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(socket), "--backend", "fake"]
+        command = leashed("kvhold_server", "serve", "--socket", str(socket), "--backend", "fake", "--no-keep-pools")
         with (Path(place) / "log").open("w") as log:
-            process = subprocess.Popen([*command, "--no-keep-pools"], stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
             os.sched_setaffinity(process.pid, {cores.daemon})
             try:
                 _await(process, socket, Path(place) / "log")
@@ -65,6 +67,8 @@ def daemon(cores: Cores) -> Iterator[Daemon]:
             finally:
                 process.terminate()
                 process.wait(timeout=60)
+                assert process.stdin is not None
+                process.stdin.close()
 
 
 def _await(process: "subprocess.Popen[bytes]", socket: Path, log: Path) -> None:

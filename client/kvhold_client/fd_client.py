@@ -90,13 +90,17 @@ def fetch_region(path: str, token: bytes, *, timeout_s: float = 10.0) -> Receive
 
 
 def _connect(path: str, timeout_s: float) -> socket.socket:
+    """Waits where others are before us: with a timeout of the socket module's a full queue would refuse us at once."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    connection.settimeout(timeout_s)
+    kernels_timeout = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, kernels_timeout)
     try:
         connection.connect(path)
+        connection.settimeout(timeout_s)
     except OSError as error:
         connection.close()
-        problem = f"{error.strerror or error}"
+        waited = isinstance(error, BlockingIOError)
+        problem = f"not accepted within {timeout_s:g} s" if waited else f"{error.strerror or error}"
         raise ChannelNotReachable(path, problem, os.geteuid(), os.getegid(), _describe_socket(path)) from error
     return connection
 

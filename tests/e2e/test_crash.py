@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from kvhold_client.client import Client
+from kvhold_client.leash import leashed
 from kvhold_client.local_daemon import LocalDaemon
 from kvhold_client.replay.stamps import Stamper
 from kvhold_client.session import Session
@@ -24,7 +24,8 @@ ATTEMPTS = 3  # a machine that does something else for 100 ms is not what is tes
 
 def start_victim(daemon: LocalDaemon, pool: str) -> "tuple[subprocess.Popen[str], dict[str, object]]":
     process = subprocess.Popen(
-        [sys.executable, str(Path(victim.__file__)), daemon.target, pool, str(NUM_PROMPTS)],
+        leashed(victim.__name__, daemon.target, pool, str(NUM_PROMPTS)),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

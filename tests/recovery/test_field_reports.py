@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ import grpc
 import pytest
 
 from kvhold.v1 import block_pb2, pool_pb2, session_pb2
+from kvhold_client.leash import leashed
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory.errors import DriverCallFailed
 from kvhold_server.memory.segment_names import instance_digest
@@ -154,9 +154,9 @@ async def test_dmn_06_what_a_dead_writer_had_begun_can_be_written_by_the_next_on
 
 def _serve(directory: Path) -> "subprocess.Popen[bytes]":
     environment = dict(os.environ, PYTHONPATH=":".join(str(REPO / part) for part in ("proto", "server", "client")))
-    command = [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(directory / "k.sock")]
+    command = leashed("kvhold_server", "serve", "--socket", str(directory / "k.sock"))
     log = (directory / "log").open("ab")
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
 def _open_pool_when_up(directory: Path, request: pool_pb2.OpenPoolRequest) -> pool_pb2.OpenPoolResponse:

@@ -34,5 +34,6 @@ def make_fd_channel(node: Node, path: Path, gid: int) -> FdChannel:
         if watch is not None:
             node.worker_gone(watch, process_ended=mapping.pid > 0 and not start_ticks(mapping.pid))
 
-    options = FdChannelOptions(group_gid=gid, max_tokens=node.limits.max_exports)
+    most = node.limits.max_exports
+    options = FdChannelOptions(group_gid=gid, max_tokens=most, max_connections=max(most, node.limits.max_sessions))
     return FdChannel(path, open_region=open_region, on_peer_mapped=mapped, on_peer_gone=gone, options=options)
