@@ -78,7 +78,7 @@ def daemon_cpu_us(cores: Cores, way: str, num_steps: int) -> float:
 def empty_steps(cores: Cores) -> Iterator[Part]:
     """The floor of each transport: a step that asks for nothing."""
     with daemon(cores) as live:
-        for transport in ("local", "grpc"):
+        for transport in ("local", "grpc", "grpc-unary"):
             found = scale.one(live, cores, transport=transport, running=0, steps=1000, pool=f"empty-{transport}")
             text = f"p50 {found['p50_us']:.0f} µs, p99 {found['p99_us']:.0f} µs, CPU {found['cpu_us']:.0f} µs"
             yield Part(label=f"empty step, {transport}", text=text)

@@ -19,8 +19,8 @@ Machine: {machine}. Managers took turns, {rounds} rounds, the scheduler pinned t
 another; load average at the end {load:.1f}. Ratios are taken within a round; the spread is the lowest and the
 highest of them.
 
-* **blocking gRPC**: one unary `Step` call where the step needs one, the scheduler waits for the answer. Steps run
-  back to back, also the incumbent's.
+* **blocking gRPC**: one message on the open `StepStream` where the step needs one, the scheduler waits for the
+  answer. Steps run back to back, also the incumbent's.
 * **best path**: the local transport (the same messages, framed, on a second unix socket), and the step is asked for
   while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25; 12
   and 15 ms for the steps of long prompts), also to the incumbent that it is compared with; requests that arrive in
@@ -36,16 +36,18 @@ WHY = """## What is missed, and why
 {missed}
 ### Where the time of a blocking gRPC step goes
 
-An empty `Step` over gRPC costs what the line "empty step, grpc" above says, whatever it carries: the C core's
-completion queues, two thread hand-overs in the client, asyncio's wake-up and HTTP/2 framing in the daemon, all
-under two interpreters. That floor alone is a multiple of what small steps cost the incumbent in process, so that
-the ratios of cheap steps (short lookups, steps of few sequences) cannot be reached over gRPC by any change of ours;
-it would take a gRPC server outside of Python.
+An empty step over gRPC costs what the line "empty step, grpc" above says, whatever it carries, and about twice that
+as a call of its own ("empty step, grpc-unary"): headers, trailers and the bookkeeping of a call are gone from a stream
+that stays open. The client drives it from the thread that wants the answer, where gRPC's own blocking stream has two
+more (lines "stream" and "one thread" of the echo). What is left is spent in the daemon's C core, whose threads poll,
+read and hand each message over to asyncio's, which wakes, answers and hands the answer back; nearly all of "echo, one
+thread" is that, none of it ours. That floor alone is a multiple of what small steps cost the incumbent in process, so
+that the ratios of cheap steps (short lookups, steps of few sequences) cannot be reached over gRPC by any change of
+ours; it would take a gRPC server outside of Python.
 
-The local transport exists for that reason. "Echo over three transports" compares what is possible without any code of
-ours: a unary call, an open bidirectional stream, and a framed socket. A stream saves part of the unary call's cost and
-stays far from the socket (were it within 20 %, it would have replaced it). What is left of the socket's round trip is
-the wake-up of a sleeping core, once in each direction.
+The local transport exists for that reason: the same messages without the C core's threads (line "socket"). The stream
+stays beyond 20 % of it, or it would have replaced it. What is left of the socket's round trip is the wake-up of a
+sleeping core, once in each direction.
 
 ### What long prompts cost
 

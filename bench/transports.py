@@ -2,8 +2,9 @@
 
     python bench/transports.py [--calls 2000]
 
-unary and stream are gRPC (asyncio server, blocking client, as ours); socket is a length-framed unix socket served by an
-asyncio reader callback. Server and client are pinned to different cores where there are two.
+unary and stream are gRPC (asyncio server, blocking client, as ours), one thread is the same stream driven by its caller
+alone, as our client does; socket is a length-framed unix socket served by an asyncio reader callback. Server and client
+are pinned to different cores where there are two.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from typing import Any
 
 import grpc
 from stage import choose_cores
+
+from kvhold_client.step_stream import open_stream
 
 REQUEST, ANSWER = bytes(660), bytes(97)
 LENGTH = struct.Struct("<I")
@@ -92,6 +95,17 @@ def streamed(channel: grpc.Channel) -> Callable[[], bytes]:
     return call
 
 
+def one_thread(channel: grpc.Channel) -> Callable[[], bytes]:
+    """The same without gRPC's threads in between."""
+    stream = open_stream(channel, b"/floor/Stream")
+
+    def call() -> bytes:
+        stream.send(REQUEST)
+        return stream.receive()
+
+    return call
+
+
 def median_us(call: Callable[[], bytes], calls: int) -> tuple[float, float]:
     """Median of the round trips, and the caller's CPU time (all threads) for one."""
     for _ in range(100):
@@ -125,11 +139,12 @@ def main() -> None:
             ways: dict[str, Callable[[], bytes]] = {
                 "unary": lambda: bytes(unary(REQUEST)),
                 "stream": streamed(channel),
+                "one thread": one_thread(channel),
                 "socket": framed(Path(name)),
             }
             for way, call in ways.items():
                 p50, cpu = median_us(call, arguments.calls)
-                print(f"{way:8} p50 {p50:6.0f} µs   caller's CPU {cpu:6.0f} µs")
+                print(f"{way:10} p50 {p50:6.0f} µs   caller's CPU {cpu:6.0f} µs")
             server.kill()
             server.wait()
     sys.stdout.flush()

@@ -42,7 +42,7 @@ class StreamEnded(Exception):
     details: bytes | None
 
 
-def open_stream(channel: grpc.Channel) -> "StepStream":
+def open_stream(channel: grpc.Channel, path: bytes = PATH) -> "StepStream":
     """Opens a stream; nothing is waited for. Raises StreamUnavailable, ValueError if the channel is closed."""
     try:
         batches = (
@@ -52,7 +52,7 @@ def open_stream(channel: grpc.Channel) -> "StepStream":
         )
         call = channel._channel.segregated_call(  # type: ignore[attr-defined]
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
-            PATH,
+            path,
             None,  # host
             None,  # deadline
             (),  # metadata
