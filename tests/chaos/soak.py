@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvhold_client.client import Client
@@ -42,7 +43,7 @@ def prompt(number: int) -> tuple[int, bytes]:
 
 def run_client(target: str, index: int, num_steps: int, done: "multiprocessing.sharedctypes.Synchronized[int]") -> None:
     """Steps without a pause, over gRPC alone; no longer than the program that started it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(target,), daemon=True).start()
     number, choice = index * 10**9, random.Random(index)
     with Client(target) as client:
         pool = client.get_pool(POOL)
@@ -65,11 +66,24 @@ def run_client(target: str, index: int, num_steps: int, done: "multiprocessing.s
                     done.value += 1
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(target: str) -> None:
+    """Also removes the pool's memory: the daemon, which ends as well, keeps it for a successor that will not come."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    remove_segments(Path(target.removeprefix("unix:")).parent)
     os._exit(1)
+
+
+def segments(directory: Path) -> list[Path]:
+    """Shared memory of the daemon of this directory, its lock included."""
+    return list(Path("/dev/shm").glob(f"kvhold.{instance_digest(directory)}.*"))
+
+
+def remove_segments(directory: Path) -> None:
+    """For a daemon that nobody comes after."""
+    for path in segments(directory):
+        path.unlink(missing_ok=True)
 
 
 def resident_bytes(pid: int) -> int:
@@ -82,8 +96,7 @@ def resident_bytes(pid: int) -> int:
 
 def shared_bytes(directory: Path) -> int:
     """Of all segments of the daemon."""
-    found = Path("/dev/shm").glob(f"kvhold.{instance_digest(directory)}.*")
-    return sum(path.stat().st_blocks * 512 for path in found)
+    return sum(path.stat().st_blocks * 512 for path in segments(directory))
 
 
 def main() -> int:
@@ -92,7 +105,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000_000)
     arguments = parser.parse_args()
     end_in_order()
-    with tempfile.TemporaryDirectory(prefix="kvsoak-") as name, LocalDaemon(directory=Path(name)) as daemon:
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsoak-"))
+        stack.callback(remove_segments, Path(name))
+        daemon = stack.enter_context(LocalDaemon(directory=Path(name)))
         with Client(daemon.target) as client:
             client.open_pool(PoolRequest(name=POOL, plan=plan_request(), backend="posix_shm"))
         context = multiprocessing.get_context("spawn")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.soak import segments
 from tests.client.test_leash import is_gone
 
 REPO = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("program", "num_children"), [("harness", 3), ("soak", 3)], ids=["daemon+2 schedulers", "daemon+2 clients"]
 )
-def test_a_run_that_is_ended_leaves_no_process_and_no_mount(
+def test_a_run_that_is_ended_leaves_no_process_no_mount_and_no_memory(
     program: str, num_children: int, number: signal.Signals, tmp_path: Path
 ) -> None:
     pytest.importorskip("numpy")
@@ -56,6 +57,8 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_mount(
             time.sleep(0.1)
         time.sleep(1.0)
         children = children_of(run.pid)
+        directories = list(tmp_path.glob("kvsoak-*"))
+        assert all(segments(directory) for directory in directories)
         run.send_signal(number)
         run.wait(timeout=20)
     assert len(children) >= num_children
@@ -64,3 +67,4 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_mount(
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert Path("/proc/self/mounts").read_text() == mounts
+    assert [segments(directory) for directory in directories] == [[] for _ in directories]

@@ -1,14 +1,19 @@
 """Traces, counters, stamps, metrics pages: the parts of a replay that need no daemon."""
 
+import dataclasses
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from kvhold_client.cli.console import Console
 from kvhold_client.layout import Placement
 from kvhold_client.mapping import RankLayout
 from kvhold_client.replay import counters as shared
 from kvhold_client.replay.metrics_page import MetricsPage
+from kvhold_client.replay.runner import RestartReport
+from kvhold_client.replay.summary import Summary, print_summary
 from kvhold_client.replay.trace import TraceError, TraceRow, UnitDigests, read_trace
 
 GOOD = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
@@ -166,3 +171,29 @@ def test_a_block_of_another_content_or_group_does_not_check() -> None:
     assert stamper.wrong_blocks(0, [3], [b"b" * 32]) == [3]  # type: ignore[attr-defined]
     assert stamper.wrong_blocks(1, [3], [b"a" * 32]) == [3]  # type: ignore[attr-defined]
     assert stamper.wrong_blocks(0, [4], [b"a" * 32]) == [4]  # type: ignore[attr-defined]
+
+
+def report_of(**changes: object) -> list[str]:
+    """What people read of a run in which nothing happened but this."""
+    values: dict[str, object] = {}
+    for field in dataclasses.fields(Summary):
+        kind = str(field.type)
+        values[field.name] = () if kind.startswith("tuple") else None if "None" in kind else 1
+    out = io.StringIO()
+    print_summary(Console(out=out, err=io.StringIO()), Summary(**values | {"kill_was_asked": False, **changes}))  # type: ignore[arg-type]
+    return out.getvalue().splitlines()
+
+
+def test_the_report_says_what_became_of_sessions_and_pool_when_the_daemon_was_replaced() -> None:
+    restarts = RestartReport(
+        num_restarts=2, outcome="fresh", reason="REGION_MISSING", num_recovered_blocks=0, num_lost_sequences=3
+    )
+    lines = [" ".join(line.split()) for line in report_of(num_reconnects=4, restarts=restarts)]
+    assert "reconnects 4, each by a resume of its session" in lines
+    wanted = "daemon restarted 2 times; its pool came back FRESH with 0 blocks (REGION_MISSING); 3 sequences lost"
+    assert any(line.startswith(wanted) for line in lines)
+    assert any(line.startswith("/metrics not compared") for line in lines)
+
+
+def test_the_report_is_silent_about_what_did_not_happen() -> None:
+    assert not [line for line in report_of(num_reconnects=0) if "restarted" in line or "reconnects" in line]

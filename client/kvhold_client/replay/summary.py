@@ -200,7 +200,7 @@ def _bytes(s: Summary) -> str:
 
 def _print_reconnects(console: Console, s: Summary) -> None:
     if s.num_reconnects:
-        console.print(f"{'reconnects':<15} {format_count(s.num_reconnects)}: every session went on where it was")
+        console.print(f"{'reconnects':<15} {format_count(s.num_reconnects)}, each by a resume of its session")
     restarts = s.restarts
     if restarts is None:
         return
