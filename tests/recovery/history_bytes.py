@@ -134,4 +134,7 @@ def _advance_state(memory: Memory, group: int, write: Write) -> None:
     if write.start:
         block = table[(write.start - 1) // STATE_TOKENS]
         assert memory.read(group, block) == states[write.start], f"state after {write.start} in block {block}"
+    end_of_block = -(-write.start // STATE_TOKENS) * STATE_TOKENS
+    if write.start < end_of_block < write.end:  # it began inside a block: the state at its end is wanted, too
+        memory.write(group, table[end_of_block // STATE_TOKENS - 1], states[end_of_block])
     memory.write(group, table[(write.end - 1) // STATE_TOKENS], states[write.end])

@@ -223,8 +223,8 @@ class Node:
             is_watched=is_watched,
             now_s=self.now_s,
         )
-        if self.warm is not None and watch.is_watched and watch.pid:
-            self.warm.worker_mapped(watch)
+        if self.warm is not None:
+            self.warm.worker_mapped(watch, self.watch)
         return watch.id
 
     def worker_gone(self, watch_id: WatchId, *, process_ended: bool = False) -> None:

@@ -16,11 +16,11 @@ and the pool begins fresh.
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvhold_server.domain.ids import PoolName
+from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import MemoryBackend, Region
 from kvhold_server.memory.block_table import BlockTable, RecoveredBlocks, garbage_collection_paused
@@ -40,7 +40,7 @@ from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.pool.pool import Pool
 from kvhold_server.pool.restore import RecordedBlocks, restore_cached, restore_order
 from kvhold_server.sessions.session import EndCause, Session
-from kvhold_server.sessions.worker_watch import Watch, WatchId
+from kvhold_server.sessions.worker_watch import Watch, WatchId, WorkerWatch
 
 MAX_TENANTS = 1024  # with quotas, a pool
 
@@ -80,6 +80,7 @@ class WarmRestart:
         self.lost: dict[PoolName, tuple[str, str]] = {}  # pools that could not be offered again → reason, detail
         self._boot_id = boot_id
         self._hit = hit
+        self._by_name: dict[str, tuple[PoolName, SessionId | None]] = {}  # records of workers that nobody watches
         self._max_tenants = max_tenants
         self._quotas: dict[PoolName, QuotaRecords] = {}  # files that are open: of pools that have quotas
 
@@ -147,6 +148,7 @@ class WarmRestart:
     def forget_pool(self, name: PoolName) -> None:
         """The pool is deleted: its name is new again."""
         self._close_quotas(name)
+        self._forget_by_name([key for key, (of, _) in self._by_name.items() if of == name])
         self.manifests.delete(name)
         self.lost.pop(name, None)
 
@@ -206,26 +208,45 @@ class WarmRestart:
     def session_gone(self, session: Session) -> None:
         """Its blocks are settled."""
         self.records.drop(session.session_id)
+        self._forget_by_name([key for key, (_, of) in self._by_name.items() if of == session.session_id])
 
     # ----------------------------------------------------------------- workers
-    def worker_mapped(self, watch: Watch) -> None:
-        """A process that can be proven gone maps a rank: a successor must wait for it, too."""
+    def worker_mapped(self, watch: Watch, all_watches: WorkerWatch) -> None:
+        """A process maps a rank: a successor must wait for it, too. One that took the memory by name cannot be proven
+        gone; it is remembered until it takes it otherwise, or its session is settled.
+        """
+        by_name = f"{watch.pool}/{watch.rank}/{watch.session_id or ''}"
+        if not watch.is_watched:
+            self._remember(by_name, watch)
+            self._by_name[by_name] = watch.pool, watch.session_id
+            return
+        if watch.pid:
+            self._remember(self._worker_key(watch.id), watch)
+        if by_name in self._by_name and not all_watches.has_unwatched(watch.pool, watch.rank, watch.session_id):
+            self._forget_by_name([by_name])
+
+    def worker_gone(self, watch_id: WatchId) -> None:
+        """It is gone for certain."""
+        self.workers.drop(self._worker_key(watch_id))
+
+    def _remember(self, key: str, watch: Watch) -> None:
         record = WorkerRecord(
-            key=self._worker_key(watch.id),
+            key=key,
             pool=watch.pool,
             rank=watch.rank,
             session_id=watch.session_id or "",
             pid=watch.pid,
-            start_ticks=start_ticks(watch.pid),
+            start_ticks=start_ticks(watch.pid) if watch.pid else 0,
         )
         try:
             self.workers.put(record)
         except RecordsFull:
             self.num_unrecorded_workers += 1
 
-    def worker_gone(self, watch_id: WatchId) -> None:
-        """It is gone for certain."""
-        self.workers.drop(self._worker_key(watch_id))
+    def _forget_by_name(self, keys: Iterable[str]) -> None:
+        for key in list(keys):
+            del self._by_name[key]
+            self.workers.drop(key)
 
     def _worker_key(self, watch_id: WatchId) -> str:
         return f"{self._boot_id}.{watch_id}"

@@ -118,9 +118,15 @@ def _give_up(warm: WarmRestart, name: PoolName, error: Exception) -> None:
 
 
 def _watch(node: Node, warm: WarmRestart, record: WorkerRecord) -> FormerWorker | None:
-    """Watches a process again; None if it is gone, or what it maps is."""
+    """Watches a process again; None if it is gone, or what it maps is, or nobody could watch it before."""
     found = None
-    pid_fd = open_pidfd(record.pid) if PoolName(record.pool) in node.pools else -1
+    is_here = PoolName(record.pool) in node.pools
+    if not record.pid:  # it took the memory by name
+        warm.workers.drop(record.key)
+        if is_here:
+            node.worker_mapped(PoolName(record.pool), record.rank, record.session_id, 0, is_watched=False)
+        return None
+    pid_fd = open_pidfd(record.pid) if is_here else -1
     if pid_fd >= 0:
         if record.start_ticks == start_ticks(record.pid):  # with the descriptor open the number cannot change hands
             watch_id = node.worker_mapped(

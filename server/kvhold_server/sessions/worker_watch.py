@@ -90,6 +90,10 @@ class WorkerWatch:
         """None: it is gone."""
         return self._watches.get(watch_id)
 
+    def has_unwatched(self, pool: PoolName, rank: int, session_id: SessionId | None) -> bool:
+        """Whether some process took this rank by name, for this session, and has not been watched since."""
+        return self._unwatched(pool, rank, session_id) is not None
+
     def client_gone(self, session_id: SessionId, pid: int) -> None:
         """The session's client is proven gone."""
         self._gone_clients[session_id] = pid

@@ -1,0 +1,67 @@
+"""Workers that took the memory by name are watched by nobody: a restart must not make them forgotten."""
+
+from pathlib import Path
+
+import pytest
+
+from kvhold.v1 import pool_pb2, session_pb2
+from kvhold_server.domain.ids import PoolName, SessionId
+from kvhold_server.sessions.quarantine import Evidence
+from tests.recovery.test_warm_restart import directory, fill, pool_request, posix
+from tests.rpc.harness import RunningDaemon
+
+__all__ = ["directory"]  # the fixture
+POOL = PoolName("p")
+
+
+def export(daemon: RunningDaemon, session_id: str, **fields: bool) -> object:
+    return daemon.pools.ExportMemory(pool_pb2.ExportMemoryRequest(pool="p", session_id=session_id, **fields))
+
+
+def unwatched(daemon: RunningDaemon, session_id: str) -> list[str]:
+    found = daemon.node.watch.witnesses(POOL, SessionId(session_id), died_at_s=daemon.node.now_s)
+    return [witness.what for witness in found if witness.evidence is Evidence.UNWATCHED and witness.what != "client"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_worker_that_took_the_memory_by_name_is_waited_for_after_restarts(directory: Path, named: bool) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        session_id = session.opened.session_id
+        for _ in range(2):
+            await export(daemon, session_id if named else "")
+    for _ in range(2):
+        async with posix(directory) as daemon:
+            assert unwatched(daemon, session_id) == [
+                "worker of rank 0" if named else "worker of rank 0 that named no session"
+            ]
+
+
+async def test_readers_and_workers_that_are_watched_since_are_not_waited_for(directory: Path) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        session_id = session.opened.session_id
+        await export(daemon, session_id, read_only=True)
+        await export(daemon, session_id)
+        daemon.node.worker_mapped(POOL, 0, session_id, 0, is_watched=True)  # the same one, over the fd channel
+    async with posix(directory) as daemon:
+        assert unwatched(daemon, session_id) == []
+
+
+async def test_they_are_forgotten_with_their_session_and_with_their_pool(directory: Path) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        await export(daemon, session.opened.session_id)
+        await session.step()
+        request = session_pb2.CloseSessionRequest(**session.head, completed_step=session.next_step - 1)
+        await daemon.sessions.CloseSession(request)
+        await daemon.until(lambda: not daemon.node.sessions.sessions())
+        await export(daemon, "")
+        await daemon.pools.DeletePool(pool_pb2.DeletePoolRequest(name="p", force=True))
+        await daemon.pools.OpenPool(pool_request())
+    async with posix(directory) as daemon:
+        assert unwatched(daemon, session.opened.session_id) == []
+        assert daemon.node.warm.former_workers == []
