@@ -39,7 +39,12 @@ def leashed(module: str, *arguments: str, remove: Path | None = None) -> list[st
 
 
 def hold(remove: Path | None = None) -> None:
-    """Begins to watch standard input: this process ends soon after its end."""
+    """Begins to watch standard input: this process ends soon after its end.
+
+    With something to remove, SIGTERM ends it like an exception until the module has a handler of its own.
+    """
+    if remove is not None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere a stopped process stays
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     threading.Thread(target=_wait_and_end, args=(remove,), name="leash", daemon=True).start()

@@ -94,6 +94,20 @@ def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "goes").exists()
 
 
+def test_what_is_to_be_removed_goes_even_if_the_module_does_not_know_the_signal(tmp_path: Path) -> None:
+    """A daemon whose parent is killed while it starts: it answers already and has no handler yet."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    (tmp_path / "goes").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = leashed("sleeper", remove=tmp_path / "goes")
+    with subprocess.Popen(command, env=environment, **pipes) as child:  # type: ignore[call-overload]
+        child.stdout.readline()
+        child.stdin.close()
+        assert child.wait(timeout=5) == 128 + signal.SIGTERM
+    assert not (tmp_path / "goes").exists()
+
+
 def test_a_module_runs_as_it_would_by_itself(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(7)")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
