@@ -11,6 +11,7 @@ inside its grace period, and requests under way are sent again with the same (st
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -268,11 +269,22 @@ class Session:
                 if self._closing.is_set():
                     return
             try:
-                self._resume(used)
+                with self._guard_in_time():
+                    self._resume(used)
             except KvholdError as error:
                 if error.is_fatal:
                     return
                 self._closing.wait(RETRY_PAUSE_S)
+
+    @contextmanager
+    def _guard_in_time(self) -> Iterator[None]:
+        """The guard, for the background thread. Its holder may be waiting for an answer: no longer than allowed."""
+        while not self.guard.acquire(timeout=self._settings.timeout_s):
+            self._sender.give_up_late()
+        try:
+            yield
+        finally:
+            self.guard.release()
 
     def _listen(self, used: Credentials) -> None:
         self._stream = self._sessions.KeepAlive(self._beats(used))

@@ -50,6 +50,7 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         self.num_resumes = 0
         self.beats = 0
         self.closed = threading.Event()
+        self.woken = threading.Event()
 
     def OpenSession(self, request, context):  # type: ignore[no-untyped-def]
         if request.resume_token:
@@ -91,6 +92,8 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         replayed = (request.step, request.part) in self.applied
         if not replayed:
             self.applied.append((request.step, request.part))
+        if fault == "hangs":
+            self.woken.wait(10)
         if fault == "lost answer":
             context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
         return block_pb2.StepResponse(boot_id="boot", replayed=replayed)
@@ -149,6 +152,7 @@ def daemon(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Scr
     server.add_insecure_port(target)
     server.start()
     yield scripted, target
+    scripted.woken.set()
     server.stop(0)
 
 
@@ -161,9 +165,9 @@ def session(daemon: tuple[ScriptedDaemon, str]) -> Iterator[Session]:
     channel.close()
 
 
-def open_session(channel: grpc.Channel, target: str) -> Session:
+def open_session(channel: grpc.Channel, target: str, timeout_s: float = 5.0) -> Session:
     core = SessionCore(pool="p", client_name="c", tenant="", request_id="r", pid=1)
-    return Session(channel, core, SHAPE, CallSettings(target=target, timeout_s=5.0))
+    return Session(channel, core, SHAPE, CallSettings(target=target, timeout_s=timeout_s))
 
 
 def test_a_step_whose_answer_was_lost_is_applied_once(daemon: tuple[ScriptedDaemon, str], session: Session) -> None:
@@ -177,6 +181,17 @@ def test_a_step_whose_answer_was_lost_is_applied_once(daemon: tuple[ScriptedDaem
     first, second = scripted.seen
     assert first[1:] == second[1:]
     assert second[0] > first[0]  # the retry carries the epoch of the resume
+
+
+def test_a_step_that_hangs_is_sent_again_when_its_time_is_over(daemon: tuple[ScriptedDaemon, str]) -> None:
+    scripted, target = daemon
+    with grpc.insecure_channel(target) as channel, open_session(channel, target, timeout_s=0.5) as opened:
+        scripted.faults = ["hangs"]
+        opened.begin_step()
+        begun = time.monotonic()
+        assert opened.step(block_pb2.StepRequest()).replayed
+        assert 0.5 <= time.monotonic() - begun < 8
+    assert scripted.applied == [(1, 0)]
 
 
 def test_steps_go_over_the_stream_where_the_daemon_has_one(
