@@ -314,6 +314,9 @@ class NaivePool:
             hit = 0
             for end in range(limit // step * step, 0, -step):
                 if end % align == 0 and (ids := at(end)):
+                    held = [self.blocks[b] for b in ids if self.blocks[b].refs]
+                    if end % size and any(block.keys[0].session != s for block in held):
+                        continue  # its holder writes on, or has yet to copy it
                     columns = [nulls] * ((end - 1) // size) + [ids]
                     hit = end
                     break

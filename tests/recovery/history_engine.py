@@ -63,6 +63,7 @@ class Engine:
             others = (said for engine in self.world.alive() for said in engine.table.held_sequences())
             shared = Counter(block for said in others for table in said.tables for block in set(table) if block)
             unrecorded = {block for block in shared if live.pool.store.key_of[block] is None}
+            shared.update(block for block in unrecorded if live.pool.store.refs[block])  # another came before
             request = OpenRequest(pool=POOL, tenant=self.tenant)
             opened: list[Opened] = []
 

@@ -229,7 +229,8 @@ class World:
         self.now_s += seconds
         for engine in self.alive():
             engine.keep_alive()
-        while self.guarded(self.node.tick) and self.node.tick():
+        is_busy = [True]
+        while is_busy[-1] and self.guarded(lambda: is_busy.append(self.node.tick())):
             pass
 
     def alive(self) -> "list[Engine]":

@@ -182,13 +182,13 @@ def test_a_state_inside_a_block_is_a_miss_after_a_restart_and_the_block_end_befo
         before.admit(session, sequence_id, num_tokens=num_tokens, token_budget=100, hashes=hashes("s", num_tokens))
     recorder.keep_up(before.complete(session, 2))
     asked = {"num_tokens": 100, "hashes": hashes("s", 44)}
-    assert before.lookup(0, **asked).hit_tokens == 44
+    assert before.lookup(session, **asked).hit_tokens == 44
     for step in (3, 4):  # the block is written on: its hash moves to a copy, which comes free
         grow_to = {"slots_needed": 42 + step, "processed_tokens": 41 + step, "publish_tokens": 42 + step}
         before.begin_step(session, step)
         before.extend(session, 2, **grow_to)
         recorder.keep_up(before.complete(session, step))
-    assert before.lookup(0, **asked).hit_tokens == 44
+    assert before.lookup(session, **asked).hit_tokens == 44
     after = recorder.recovered()
     assert after.lookup(0, **asked).hit_tokens == 32
     after.check_invariants()

@@ -11,6 +11,8 @@ A prompt that ends inside a block leaves a state at its last hash unit. That blo
 is copied away before it is, and its hash moves to the copy:
 
     prompt 41, unit 4: state after 40 in block 5, hash(40) → 5;  next step: copy 5 → 6, hash(40) → 6
+
+Such a state is hit by other sessions only while nobody holds its block: their kernels know no order with its holder's.
 """
 
 from __future__ import annotations
@@ -60,10 +62,18 @@ class MambaPolicy(GroupPolicy):
             if tokens % align:
                 continue
             found = prefix.at(groups, view[i])
-            if found is not None:
+            if found is not None and not (tokens % size and self._is_written_on(found, prefix.session)):
                 padding = [0] * ((tokens - 1) // size)
                 return Found([[*padding, block] for block in found], tokens)
         return Found([[] for _ in groups], 0)
+
+    def _is_written_on(self, blocks: list[int], session: int) -> bool:
+        """Of states inside blocks: another session holds one, so its next kernel overwrites it, or is yet to copy it.
+
+        A session's own kernels run in order: what it hits is read before it is written on.
+        """
+        refs, origin_of = self.store.refs, self.prefixes.origin_of
+        return any(refs[block] and origin_of[block].session != session for block in blocks)  # type: ignore[union-attr]
 
     def mask(self, sequence: Sequence, start: int, end: int) -> Seq[int] | None:
         """States once per retention interval, and those at which a later request can resume."""
