@@ -1,4 +1,4 @@
-"""kvhold_manager over gRPC."""
+"""kvhold_manager over a gRPC stream."""
 
 from interface import Config
 from kvhold_manager import KvholdManager

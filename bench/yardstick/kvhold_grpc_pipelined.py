@@ -1,4 +1,4 @@
-"""kvhold_pipelined over gRPC."""
+"""kvhold_pipelined over a gRPC stream."""
 
 from interface import Config
 from kvhold_pipelined import PipelinedManager

@@ -1,10 +1,11 @@
 """kvhold behind the yardstick's interface, on the public client library only.
 
 One Step a scheduler step, and none if nobody needs anything: the client's sequence table knows the slack in each last
-block. `KVHOLD_TARGET` in the environment names the daemon. Four variants decide the same:
+block. `KVHOLD_TARGET` in the environment names the daemon. All variants decide the same:
 
-    kvhold_manager      local transport, blocking          kvhold_grpc             gRPC, blocking
-    kvhold_pipelined    local transport, a step ahead      kvhold_grpc_pipelined   gRPC, a step ahead
+    kvhold_manager      local transport, blocking          kvhold_grpc             gRPC stream, blocking
+    kvhold_pipelined    local transport, a step ahead      kvhold_grpc_pipelined   gRPC stream, a step ahead
+                                                           kvhold_grpc_unary       a gRPC call each, blocking
 """
 
 import itertools
@@ -52,7 +53,9 @@ class KvholdManager:
         self.ids = itertools.count(1)
         self.client = Client(os.environ["KVHOLD_TARGET"])
         self.pool = self.client.open_pool(pool_request(config))
-        self.session = self.pool.open_session(client_name="yardstick", local_transport=transport == "local")
+        self.session = self.pool.open_session(
+            client_name="yardstick", local_transport=transport == "local", step_stream=transport == "grpc"
+        )
         assert self.session.transport == transport, f"asked for {transport}, got {self.session.transport}"
         self.table = self.session.table
         self.options = {"full_sequence_must_fit": True} if config.whole_admission else {}
