@@ -1,7 +1,7 @@
 """A scheduler and its workers in a random history: the client's own table, and kernels that run later than asked."""
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -60,10 +60,6 @@ class Engine:
         while self.is_alive and self._node is not self.world.node:
             held = [self._held(sequence) for sequence in self.table.held_sequences()]
             live = self.world.live
-            others = (said for engine in self.world.alive() for said in engine.table.held_sequences())
-            shared = Counter(block for said in others for table in said.tables for block in set(table) if block)
-            unrecorded = {block for block in shared if live.pool.store.key_of[block] is None}
-            shared.update(block for block in unrecorded if live.pool.store.refs[block])  # another came before
             request = OpenRequest(pool=POOL, tenant=self.tenant)
             opened: list[Opened] = []
 
@@ -78,7 +74,9 @@ class Engine:
             for said in held:
                 blocks = {block for table in said.tables for block in table}
                 if said.sequence_id in lost:
-                    assert any(shared[block] > 1 for block in blocks & unrecorded), "lost without a reason"
+                    store = live.pool.store
+                    is_taken = (store.refs[block] and store.key_of[block] is None for block in blocks - {0})
+                    assert any(is_taken), "lost without a reason"
                 else:
                     found = live.pool.tables(opened[0].session.slot, said.sequence_id)
                     assert found == said.tables

@@ -277,6 +277,8 @@ async def test_changed_bytes_are_found_on_the_first_hit(directory: Path) -> None
         answer = await newcomer.admit(1, 49, 1, 2, 3)
         assert list(answer.admit.hit_tokens) == [16], "the second block's bytes are not what they were"
         assert daemon.node.pools["p"].journal.num_failed_checksums == 1
+        found = daemon.node.pools["p"].recovery
+        assert (found.num_kept_blocks, found.num_dropped_checksum_blocks) == (4, 1)
         daemon.check()
 
 

@@ -449,11 +449,13 @@ class Recovery(_message.Message):
     num_dropped_torn_blocks: _builtins.int
     """Records dropped: torn or half-written."""
     num_dropped_provisional_blocks: _builtins.int
-    """Records dropped: published but not completed."""
+    """Always 0: a block is recorded when the step that wrote it is complete, so what was only published has no record that
+    could be dropped, and nobody can count it after a crash.
+    """
     num_dropped_generation_blocks: _builtins.int
     """Records dropped: an older content generation."""
     num_dropped_checksum_blocks: _builtins.int
-    """Records dropped: bytes did not match their checksum."""
+    """Records dropped: bytes did not match their checksum. Found on a block's first hit, so it grows after the recovery."""
     reason: _builtins.str
     """Machine-readable: NEW_POOL, NO_BLOCK_TABLE, PLAN_MISMATCH, BYTE_FORMAT_MISMATCH, CONTENT_MISMATCH, REGION_MISSING,
     HEADER_CORRUPT, OPTIONS_MISMATCH, BACKEND_NOT_PERSISTENT; empty if recovered.

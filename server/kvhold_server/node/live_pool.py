@@ -1,6 +1,6 @@
 """An open pool: its plan, memory and blocks, and what the daemon counts about it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from kvhold_server.domain.ids import PoolName, SessionId
@@ -59,7 +59,7 @@ class RecoveryReport:
     outcome: str  # "recovered" or "fresh"
     num_kept_blocks: int = 0
     num_dropped_torn_blocks: int = 0
-    num_dropped_provisional_blocks: int = 0
+    num_dropped_provisional_blocks: int = 0  # stays 0: what was not complete has no record that could be dropped
     num_dropped_generation_blocks: int = 0
     num_dropped_checksum_blocks: int = 0
     reason: str = ""
@@ -110,6 +110,20 @@ class LivePool:
         self.events.absorb(completed, events, clear_reason)
         if self.journal is not None:
             self.journal.absorb(completed, events)
+
+    def verify(self, hashes: Iterable[bytes]) -> None:
+        """Before recovered blocks are hit for the first time: those whose bytes have changed count as dropped."""
+        assert self.journal is not None
+        num_before = self.journal.num_failed_checksums
+        self.journal.verify(hashes)
+        num = self.journal.num_failed_checksums - num_before
+        if num:
+            found = self.recovery
+            self.recovery = replace(
+                found,
+                num_kept_blocks=found.num_kept_blocks - num,
+                num_dropped_checksum_blocks=found.num_dropped_checksum_blocks + num,
+            )
 
     def follow(self) -> None:
         """From now on the pool's events are told to watchers, beginning with what is visible now."""

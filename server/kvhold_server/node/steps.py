@@ -46,7 +46,7 @@ def apply_step(
         items = replace(items, extend=replace(items.extend), admit=replace(items.admit))  # the wish stays as it came
         quota_limited = apply_quota(live, session.slot, items, quota_left)
     if live.journal is not None and live.journal.unverified:
-        live.journal.verify(items.admit.hashes)
+        live.verify(items.admit.hashes)
     if command.invalidate:
         output = _step_around_invalidation(live, session.slot, command, items, now_s)
     else:
