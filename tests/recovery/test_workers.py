@@ -1,5 +1,7 @@
-"""Workers that took the memory by name are watched by nobody: a restart must not make them forgotten."""
+"""Processes that may still write to a pool when its daemon dies: its successor waits for the same ones."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,11 @@ POOL = PoolName("p")
 
 def export(daemon: RunningDaemon, session_id: str, **fields: bool) -> object:
     return daemon.pools.ExportMemory(pool_pb2.ExportMemoryRequest(pool="p", session_id=session_id, **fields))
+
+
+def running(daemon: RunningDaemon, session_id: str) -> list[int]:
+    found = daemon.node.watch.witnesses(POOL, SessionId(session_id), died_at_s=daemon.node.now_s)
+    return [witness.pid for witness in found if witness.evidence is Evidence.RUNNING]
 
 
 def unwatched(daemon: RunningDaemon, session_id: str) -> list[str]:
@@ -65,3 +72,22 @@ async def test_they_are_forgotten_with_their_session_and_with_their_pool(directo
     async with posix(directory) as daemon:
         assert unwatched(daemon, session.opened.session_id) == []
         assert daemon.node.warm.former_workers == []
+
+
+async def test_a_process_that_was_watched_is_watched_again_until_it_ends(directory: Path) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        async with posix(directory) as daemon:
+            await daemon.pools.OpenPool(pool_request())
+            session = await fill(daemon)
+            session_id = session.opened.session_id
+            daemon.node.worker_mapped(POOL, 0, session_id, worker.pid, is_watched=True)
+        async with posix(directory) as daemon:
+            assert running(daemon, session_id) == [worker.pid]
+            worker.kill()
+            await daemon.until(lambda: running(daemon, session_id) == [])
+        async with posix(directory) as daemon:
+            assert running(daemon, session_id) == []
+    finally:
+        worker.kill()
+        worker.wait()
