@@ -15,7 +15,7 @@ sys.path.insert(0, str(REPO / "bench"))
 from stage import Daemon, choose_cores, daemon, simulate  # noqa: E402
 
 TRACE = REPO / "client" / "kvhold_client" / "replay" / "demo_trace.jsonl"
-WAYS = ("kvhold_manager", "kvhold_pipelined", "kvhold_grpc", "kvhold_grpc_pipelined")
+WAYS = ("kvhold_manager", "kvhold_pipelined", "kvhold_grpc", "kvhold_grpc_pipelined", "kvhold_grpc_unary")
 PREEMPTING = ("--num-blocks", "1500", "--admission", "chunk", "--speedup", "12", "--requests", "183")
 HYBRID = (
     ("full,sw:1024", "2200", "c63476d9a51beebd"),
