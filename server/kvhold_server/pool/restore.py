@@ -7,8 +7,9 @@
     session    "I hold [5, 7], hashes g h"      5 has no record: it was this session's own, and is now
                                                 7 is recorded under h at this place: held, and shared
 
-A sequence is given back whole or not at all. It is lost where a block is somebody else's by now, or is recorded under
-another hash than the session believes. Losing one is harmless: its session admits it again and hits what is recorded.
+A sequence is given back whole or not at all. It is lost where a block is recorded under another hash than the session
+believes, or has no record and is held by a sequence that believes something else of it. Losing one is harmless: its
+session admits it again and hits what is recorded.
 
 Sequences with states are given back, too. What their kind remembers beside the table is either plain from the table
 (the running state is its last entry, drafts' states follow it) or only about hashes that end inside a block, which
@@ -171,16 +172,18 @@ def reassert(pool: Pool, session: int, held: Iterable[HeldSequence], *, is_outda
     owner = pool._alive(session)
     assert not owner.sequences, "a session re-asserts once"
     lost: dict[int, SequenceNotRestored] = {}
-    claimed: set[int] = set()  # blocks without a record
+    beliefs = _Beliefs(pool)
+    claimed: set[int] = set()  # blocks without a record that nobody had claimed before
     for said in held:
+        sequence = _sequence(pool, said)
+        sequence.is_stale = is_outdated
         try:
-            _check(pool, owner, said, claimed)
+            _check(pool, owner, sequence, beliefs)
         except SequenceNotRestored as error:
             lost[said.sequence_id] = error
             continue
-        claimed |= _hold(pool, owner, said)
-        sequence = owner.sequences[said.sequence_id]
-        sequence.is_stale = is_outdated
+        claimed |= _hold(pool, owner, sequence)
+        beliefs.add(sequence)
         if not is_outdated and not pool.groups.has_states:  # with states its next step publishes what is missing
             pool.groups.publish(sequence, said.publish_tokens, pool._turn(owner))
     pool.store.free.remove_plain(claimed)
@@ -188,23 +191,49 @@ def reassert(pool: Pool, session: int, held: Iterable[HeldSequence], *, is_outda
     return Reasserted(lost=lost, completed=pool.complete(session, owner.step))
 
 
-def _check(pool: Pool, owner: PoolSession, said: HeldSequence, claimed: set[int]) -> None:
+class _Beliefs:
+    """What sequences that came back say of their blocks without a record. Made when the first one is claimed twice."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._hash_of: dict[int, tuple[int, bytes]] | None = None  # block → group, hash
+
+    def of(self, block: int) -> tuple[int, bytes] | None:
+        """None: nobody says; it is the last one of a sequence, and not full."""
+        if self._hash_of is None:
+            self._hash_of = {}
+            for owner in self._pool.tenures.sessions.values():
+                for sequence in owner.sequences.values():
+                    self._note(sequence, self._hash_of)
+        return self._hash_of.get(block)
+
+    def add(self, sequence: Sequence) -> None:
+        """One more came back."""
+        if self._hash_of is not None:
+            self._note(sequence, self._hash_of)
+
+    def _note(self, sequence: Sequence, hash_of: dict[int, tuple[int, bytes]]) -> None:
+        for policy, table in zip(self._pool.groups.policies, sequence.tables, strict=True):
+            if policy.config.prefix_cacheable:
+                view = sequence.block_hashes(policy.stride)
+                hash_of.update((block, (policy.gid, key)) for block, key in zip(table, view, strict=False) if block)
+
+
+def _check(pool: Pool, owner: PoolSession, sequence: Sequence, beliefs: _Beliefs) -> None:
     """Raises SequenceNotRestored; changes nothing."""
     config, store = pool.config, pool.store
 
     def refuse(problem: str) -> SequenceNotRestored:
-        return SequenceNotRestored(said.sequence_id, problem)
+        return SequenceNotRestored(sequence.sequence_id, problem)
 
-    if said.sequence_id in owner.sequences:
+    if sequence.sequence_id in owner.sequences:
         raise refuse("it is named twice")
-    if len(said.tables) != len(config.groups):
-        raise refuse(f"{len(said.tables)} tables for {len(config.groups)} groups")
-    tables = _tables(pool, said)
-    blocks = [block for table in tables for block in table if block]
+    if len(sequence.tables) != len(config.groups):
+        raise refuse(f"{len(sequence.tables)} tables for {len(config.groups)} groups")
+    blocks = [block for table in sequence.tables for block in table if block]
     if len(set(blocks)) < len(blocks):
         raise refuse("a block stands in it twice")
-    sequence = _sequence(pool, said)
-    for policy, table in zip(pool.groups.policies, tables, strict=True):
+    for policy, table in zip(pool.groups.policies, sequence.tables, strict=True):
         view = sequence.block_hashes(policy.stride) if policy.config.prefix_cacheable else []
         for i, block in enumerate(table):
             if not block:
@@ -213,35 +242,32 @@ def _check(pool: Pool, owner: PoolSession, said: HeldSequence, claimed: set[int]
                 raise refuse(f"block {block} does not exist")
             key, origin = store.key_of[block], store.origin_of[block]
             if key is None or origin is None:
-                if store.refs[block] or block in claimed:
-                    raise refuse(f"block {block} is held by another sequence")
+                if store.refs[block] and (i >= len(view) or beliefs.of(block) != (policy.gid, view[i])):
+                    raise refuse(f"block {block} is held by another sequence, with other contents")
             elif origin.group != policy.gid or i >= len(view) or view[i] != key:
                 raise refuse(f"block {block} is recorded with other contents")
 
 
-def _hold(pool: Pool, owner: PoolSession, said: HeldSequence) -> set[int]:
+def _hold(pool: Pool, owner: PoolSession, sequence: Sequence) -> set[int]:
     """Makes the tables the session's; returns the blocks that are still in the free list, without a record."""
     store = pool.store
-    sequence = owner.sequences[said.sequence_id] = _sequence(pool, said)
-    unrecorded: set[int] = set()
-    for policy, table in zip(pool.groups.policies, _tables(pool, said), strict=True):
-        sequence.tables[policy.gid] = table
-        recorded = [block for block in table if block and store.key_of[block] is not None]
-        store.hold(recorded)
-        plain = {block for block in table if block and store.key_of[block] is None}
-        for block in plain:
+    owner.sequences[sequence.sequence_id] = sequence
+    unclaimed: set[int] = set()
+    for policy, table in zip(pool.groups.policies, sequence.tables, strict=True):
+        fresh = {block for block in table if block and store.key_of[block] is None and not store.refs[block]}
+        store.hold([block for block in table if block and block not in fresh])
+        for block in fresh:
             store.refs[block] = 1
-        unrecorded |= plain
+        unclaimed |= fresh
         policy.take_up(sequence)
-    return unrecorded
-
-
-def _tables(pool: Pool, said: HeldSequence) -> list[list[int]]:
-    return [policy.as_held(table) for policy, table in zip(pool.groups.policies, said.tables, strict=True)]
+    return unclaimed
 
 
 def _sequence(pool: Pool, said: HeldSequence) -> Sequence:
     sequence = Sequence(said.sequence_id, len(pool.config.groups))
+    sequence.tables = [list(table) for table in said.tables]
+    if len(said.tables) == len(pool.groups.policies):  # else it is refused
+        sequence.tables = [p.as_held(table) for p, table in zip(pool.groups.policies, said.tables, strict=True)]
     sequence.hashes = list(said.hashes)
     sequence.num_tokens = said.num_tokens
     # Who does not say where the prompt ends must not have a state taken for the one at its end: that end is past, then.

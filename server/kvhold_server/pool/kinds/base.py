@@ -271,12 +271,20 @@ class GroupPolicy:
         return list(table)
 
     def take_up(self, sequence: Sequence) -> None:
-        """Its table is held again. Hashes behind a gap are dropped: they are published again with what fills it."""
-        table, key_of = sequence.tables[self.gid], self.store.key_of
-        offered = 0
+        """Its table is held again. Hashes behind a gap are dropped: they are published again with what fills it, by one
+        sequence only where several share a block.
+        """
+        table, key_of = sequence.tables[self.gid], self.prefixes.key_of
+        offered = self._end_of_shared(table)
         while offered < len(table) and (not table[offered] or key_of[table[offered]] is not None):
             offered += 1
         sequence.offered[self.gid] = offered
         for block in table[offered:]:
-            if block:
+            if block and not sequence.is_stale:
                 self.store.drop_keys(block)
+
+    def _end_of_shared(self, table: list[int]) -> int:
+        """Behind the last block without a hash that another sequence holds, too: that one publishes it."""
+        refs, key_of = self.store.refs, self.prefixes.key_of
+        shared = (i for i in range(len(table) - 1, -1, -1) if refs[table[i]] > 1 and key_of[table[i]] is None)
+        return next(shared, -1) + 1

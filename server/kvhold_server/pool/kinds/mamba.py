@@ -304,7 +304,7 @@ class AlignedMambaPolicy(MambaPolicy):
         """
         table = sequence.tables[self.gid]
         self._states(sequence).is_allocated = True
-        offered = max(len(table) - 1 - self.num_spec, 0)
+        offered = max(len(table) - 1 - self.num_spec, self._end_of_shared(table))
         for i in range(offered, len(table)):
             if self.store.key_of[table[i]] is not None:
                 offered = i + 1
