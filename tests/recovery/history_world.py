@@ -248,8 +248,9 @@ class World:
     def answer(self, tenant: str, request: block_pb2.StepRequest) -> StepReply:
         """One step; it takes no more than the tenant's quota leaves."""
         live, quota = self.live, self.quotas.get(tenant)
-        held, num_free = held_by_tenant(live, self.node.sessions, tenant), live.pool.store.free.count
+        slot = self.node.fenced(request.session_id, request.epoch).slot
+        held, num_available = held_by_tenant(live, self.node.sessions, tenant), live.pool.available(slot)
         reply = decode_step(self.service.answer_step(request))
         if quota is not None:
-            assert num_free - live.pool.store.free.count <= max(0, quota - held), "beyond its quota"
+            assert num_available - live.pool.available(slot) <= max(0, quota - held), "beyond its quota"
         return reply

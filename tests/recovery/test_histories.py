@@ -11,7 +11,7 @@ import pytest
 from tests.recovery.history_engine import Engine
 from tests.recovery.history_world import World
 
-NUM_TURNS = 200
+NUM_TURNS = 250
 
 
 def turn(world: World) -> None:
@@ -20,25 +20,25 @@ def turn(world: World) -> None:
     chance = choice.random()
     if len(alive) < 2 or (chance < 0.03 and len(alive) < 4):
         world.guarded(lambda: world.engines.append(Engine(world, choice.choice("ab"))))
-    elif chance < 0.6:
+    elif chance < 0.48:
         choice.choice(alive).step()
-    elif chance < 0.75:
-        choice.choice(alive).run_kernels(choice.randint(1, 4))
-    elif chance < 0.80:
+    elif chance < 0.78:
+        choice.choice(alive).run_kernels(choice.randint(1, 6))
+    elif chance < 0.82:
         world.pass_time(choice.uniform(0, 6))
-    elif chance < 0.84:
+    elif chance < 0.85:
         world.die(in_the_middle=False)
     elif chance < 0.88:
         world.arm(choice.randint(1, 60))
-    elif chance < 0.92:
+    elif chance < 0.91:
         world.set_quota(choice.choice("ab"), choice.choice([0, 8, 20, 40]))
-    elif chance < 0.94:
+    elif chance < 0.92:
         world.update_content()
-    elif chance < 0.95:
+    elif chance < 0.925:
         world.reset()
-    elif chance < 0.97:
+    elif chance < 0.94:
         world.evict()
-    elif chance < 0.985:
+    elif chance < 0.97:
         choice.choice(alive).is_alive = False  # with its workers
     else:
         choice.choice(alive).close()

@@ -6,7 +6,8 @@ A quota is turned into free blocks that a step must leave alone, so that the poo
     left of the quota      ├── left ──┤
     to leave free                      ├──── reserved ─────┤       constant in a step: what it frees counts
 
-Blocks that others hold already are shared, not taken: hitting them costs no quota.
+Blocks that others hold already are shared, not taken: hitting them costs no quota. Nor, within its step, does hitting a
+cached block that is fenced for the session: it was not among the available ones. The next step counts it as held.
 """
 
 from kvhold_server.node.live_pool import LivePool
