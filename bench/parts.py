@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import scale
-from stage import HERE, Cores, daemon, simulate
+from stage import HERE, Cores, Daemon, daemon, simulate
 from targets import BEST, GRPC
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
@@ -80,8 +80,23 @@ def empty_steps(cores: Cores) -> Iterator[Part]:
     with daemon(cores) as live:
         for transport in ("local", "grpc", "grpc-unary"):
             found = scale.one(live, cores, transport=transport, running=0, steps=1000, pool=f"empty-{transport}")
-            text = f"p50 {found['p50_us']:.0f} µs, p99 {found['p99_us']:.0f} µs, CPU {found['cpu_us']:.0f} µs"
+            warm, cold = (empty_step_cpu_us(live, cores, transport, pause_ms) for pause_ms in (0.0, 3.0))
+            text = (
+                f"p50 {found['p50_us']:.0f} µs, p99 {found['p99_us']:.0f} µs, CPU: scheduler {found['cpu_us']:.0f} µs"
+            )
+            text += f", daemon {warm:.0f} µs, and {cold:.0f} µs if 3 ms lie between steps"
             yield Part(label=f"empty step, {transport}", text=text)
+
+
+def empty_step_cpu_us(live: Daemon, cores: Cores, transport: str, pause_ms: float) -> float:
+    """Of the daemon. From two runs, as in `daemon_cpu_us`."""
+    used: list[float] = []
+    for steps in (50, 450):
+        before = live.cpu_s()
+        pool = f"empty-{transport}-{pause_ms}-{steps}"
+        scale.one(live, cores, transport=transport, running=0, steps=steps, pool=pool, think_ms=pause_ms)
+        used.append(live.cpu_s() - before)
+    return (used[1] - used[0]) / 400 * 1e6
 
 
 def large_pool() -> Iterator[Part]:

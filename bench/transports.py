@@ -19,16 +19,18 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-from stage import choose_cores
+from stage import Daemon, choose_cores
 
 from kvhold_client.step_stream import open_stream
 
 REQUEST, ANSWER = bytes(660), bytes(97)
 LENGTH = struct.Struct("<I")
+PAUSE_S = 0.003  # between calls, as between the steps of a device
 
 
 async def serve(place: Path) -> None:
@@ -106,16 +108,31 @@ def one_thread(channel: grpc.Channel) -> Callable[[], bytes]:
     return call
 
 
-def median_us(call: Callable[[], bytes], calls: int) -> tuple[float, float]:
-    """Median of the round trips, and the caller's CPU time (all threads) for one."""
-    for _ in range(100):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """Of one way. In µs; CPU is that of all threads, for one call."""
+
+    p50: float
+    caller_cpu: float
+    server_cpu: float
+
+
+def measure(call: Callable[[], bytes], server: Daemon, *, calls: int, pause_s: float = 0.0) -> Floor:
+    """Some round trips, with a pause after each: with one, caches are cold and cores asleep when a request comes."""
+    for _ in range(50):
         call()
-    times, cpu = [], time.process_time()
+    times, caller, served = [], time.process_time(), server.cpu_s()
     for _ in range(calls):
         begun = time.perf_counter()
         call()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times) * 1e6, (time.process_time() - cpu) / calls * 1e6
+        if pause_s:
+            time.sleep(pause_s)
+    return Floor(
+        p50=statistics.median(times) * 1e6,
+        caller_cpu=(time.process_time() - caller) / calls * 1e6,
+        server_cpu=(server.cpu_s() - served) / calls * 1e6,
+    )
 
 
 def main() -> None:
@@ -143,8 +160,12 @@ def main() -> None:
                 "socket": framed(Path(name)),
             }
             for way, call in ways.items():
-                p50, cpu = median_us(call, arguments.calls)
-                print(f"{way:10} p50 {p50:6.0f} µs   caller's CPU {cpu:6.0f} µs")
+                live = Daemon(target="", pid=server.pid)
+                warm = measure(call, live, calls=arguments.calls)
+                cold = measure(call, live, calls=arguments.calls // 5, pause_s=PAUSE_S)
+                cpu = f"CPU: caller {warm.caller_cpu:4.0f}, server {warm.server_cpu:4.0f} µs"
+                after = f"after pauses: p50 {cold.p50:5.0f}, server {cold.server_cpu:4.0f} µs"
+                print(f"{way:10} p50 {warm.p50:5.0f} µs   {cpu}   {after}")
             server.kill()
             server.wait()
     sys.stdout.flush()
