@@ -6,7 +6,7 @@ call ─▶ write ─▶ read ─▶ answer
 """
 
 import asyncio
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -26,6 +26,7 @@ class AsyncSteps:
         self._settings = settings
         self._stream: Any = None
         self._is_missing = False  # an older daemon
+        self._has_answered = False
         self._given_up = ""  # why we cancelled the stream ourselves
 
     async def call(self, request: pb.StepRequest) -> pb.StepResponse:
@@ -48,13 +49,14 @@ class AsyncSteps:
             raise Unreachable(f"the kvhold daemon at {self._settings.target}: {self._given_up}") from None
         finally:
             late.cancel()
-        if answer is not grpc.aio.EOF:
-            return self._content(answer)
-        self._stream = None
-        if await stream.code() is grpc.StatusCode.UNIMPLEMENTED:
-            self._is_missing = True
-            return await self._unary(request)
-        await self._ended(stream)
+        if answer is grpc.aio.EOF:
+            self._stream = None
+            return await self._after_end(stream, request)
+        self._has_answered = True
+        if answer.HasField("step"):
+            response: pb.StepResponse = answer.step
+            return response
+        raise refusal(answer.refusal.code, answer.refusal.status_details, self._settings.target)
 
     def abort(self) -> None:
         """Ends a wait under way with Unreachable."""
@@ -74,12 +76,16 @@ class AsyncSteps:
         answer: pb.StepResponse = await aio_call(self._stub.Step, request, self._settings)
         return answer
 
-    def _content(self, answer: pb.StepStreamResponse) -> pb.StepResponse:
-        if answer.HasField("step"):
-            return answer.step
-        raise refusal(answer.refusal.code, answer.refusal.status_details, self._settings.target)
+    async def _after_end(self, stream: Any, request: pb.StepRequest) -> pb.StepResponse:
+        """An older daemon gets a call instead; everything else is the step's error.
 
-    async def _ended(self, stream: Any) -> NoReturn:
+        A stream that ends while we write to it has INTERNAL for us, whatever the daemon said: asyncio's gRPC does that.
+        """
         code, message = await stream.code(), await stream.details()
         details = next((value for key, value in await stream.trailing_metadata() or () if key == DETAILS_KEY), None)
+        if not details and code is grpc.StatusCode.INTERNAL:
+            code = grpc.StatusCode.UNAVAILABLE if self._has_answered else grpc.StatusCode.UNIMPLEMENTED
+        if not details and code is grpc.StatusCode.UNIMPLEMENTED:
+            self._is_missing = True
+            return await self._unary(request)
         raise refusal(code.value[0], details, self._settings.target, message or "")

@@ -88,7 +88,7 @@ class StreamSteps:
         self._calls = UnarySteps(channel, settings)
         self._stream: StepStream | None = None
         self._is_missing = False  # the daemon, or this grpcio, has no stream
-        self._is_aborted = False
+        self._is_closed = False
         self._request: pb.StepRequest | None = None  # under way
         self._sent_s: float | None = None  # when it was sent
 
@@ -104,29 +104,26 @@ class StreamSteps:
         return self.receive()
 
     def send(self, request: pb.StepRequest) -> None:
-        if not self._is_missing:
-            self._request, self._sent_s = request, time.monotonic()
-            try:
-                self._open().send(request.SerializeToString())
-                return
-            except StreamUnavailable:
-                self._is_missing = True
-            except StreamEnded as end:
-                self._broken(end)
-            except ValueError as error:  # what gRPC raises for a closed channel
-                raise Unreachable(f"the client of {self._settings.target} is closed: {error}") from None
-        self._calls.send(request)
+        self._request, self._sent_s = request, time.monotonic()
+        try:
+            self._open().send(request.SerializeToString())
+        except StreamUnavailable:
+            self._is_missing = True
+        except StreamEnded as end:
+            self._broken(end)
+        except ValueError as error:  # what gRPC raises for a closed channel
+            raise Unreachable(f"the client of {self._settings.target} is closed: {error}") from None
+        if self._is_missing:
+            self._calls.send(request)
 
     def receive(self) -> pb.StepResponse:
-        stream, request = self._stream, self._request
-        if stream is None or request is None:
+        if self._is_missing:
             return self._calls.receive()
         try:
-            answer = pb.StepStreamResponse.FromString(stream.receive())
+            answer = pb.StepStreamResponse.FromString(self._opened().receive())
         except StreamEnded as end:
             if end.code == _UNIMPLEMENTED and not end.details:  # an older daemon
-                self._stream, self._is_missing = None, True
-                return self._calls.call(request)
+                return self._without_stream()
             self._broken(end)
         except BaseException:  # a signal's: the answer is still to come, and must not be taken for the next one's
             self._drop()
@@ -143,20 +140,25 @@ class StreamSteps:
             stream.cancel(code=_DEADLINE_EXCEEDED, reason=f"no answer in {self._settings.timeout_s:g} s")
 
     def abort(self) -> None:
-        self._is_aborted = True
-        if self._stream is not None:
-            self._stream.cancel(code=_CANCELLED, reason="the session goes on elsewhere")
+        self.close()
 
     def close(self) -> None:
-        self._is_aborted = True
+        self._is_closed = True
         self._drop()
 
     def _open(self) -> StepStream:
-        if self._stream is None:
-            if self._is_aborted:
-                raise StreamEnded(_CANCELLED, "the stream is closed", None)
+        """Raises StreamUnavailable, StreamEnded if this is closed, ValueError if the channel is."""
+        if self._is_missing:
+            raise StreamUnavailable
+        if self._stream is None and not self._is_closed:
             self._stream = open_stream(self._channel)
-        return self._stream
+        return self._opened()
+
+    def _opened(self) -> StepStream:
+        stream = self._stream
+        if stream is None:
+            raise StreamEnded(_CANCELLED, "the stream is closed", None)
+        return stream
 
     def _drop(self) -> None:
         stream, self._stream = self._stream, None
@@ -166,6 +168,11 @@ class StreamSteps:
     def _broken(self, end: StreamEnded) -> NoReturn:
         self._stream = None
         raise self._error(end.code, end.details, end.message) from None
+
+    def _without_stream(self) -> pb.StepResponse:
+        self._stream, self._is_missing = None, True
+        assert self._request is not None
+        return self._calls.call(self._request)
 
     def _error(self, code: int, details: bytes | None, message: str = "") -> KvholdError:
         return refusal(code, details, self._settings.target, message)

@@ -73,18 +73,19 @@ class StepStream:
         self._call = call
         self._num_due = num_due  # events to come
         self._status: Any = None  # the operation that has it, once it came
-        self._reading = threading.Lock()
+        self._in_use = threading.Lock()
 
     def send(self, payload: bytes) -> None:
         """Raises StreamEnded if it is known to have ended; usually `receive` finds out."""
         batch = (cygrpc.SendMessageOperation(payload, 0), cygrpc.ReceiveMessageOperation(0))
-        if not self._call.operate(batch, _REPLY):
-            raise self._end()
-        self._num_due += 1
+        with self._in_use:
+            if not self._call.operate(batch, _REPLY):
+                raise self._end()
+            self._num_due += 1
 
     def receive(self) -> bytes:
         """The answer to what was sent. Raises StreamEnded."""
-        with self._reading:
+        with self._in_use:
             while self._num_due:
                 event = self._next()
                 if event.tag is _REPLY:
@@ -99,13 +100,13 @@ class StepStream:
         self._call.cancel(code, reason)
 
     def close(self) -> None:
-        """Ends the stream and frees what belongs to it, unless a thread is waiting in it: that one does."""
+        """Ends the stream and frees what belongs to it, unless another thread is in it: that one does. Idempotent."""
         self.cancel(code=grpc.StatusCode.CANCELLED.value[0], reason="closed")
-        if self._reading.acquire(blocking=False):
+        if self._in_use.acquire(blocking=False):
             try:
                 self._drain()
             finally:
-                self._reading.release()
+                self._in_use.release()
 
     def _next(self) -> Any:
         try:
