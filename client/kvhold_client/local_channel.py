@@ -3,7 +3,7 @@ in step_senders.py.
 
     u32 length, little-endian │ u8 method or code │ protobuf          (the daemon's rpc/local_transport.py draws it)
 
-Answers come in the order of the requests. Not thread-safe, but for `abort`.
+Not thread-safe, but for `abort`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class LocalChannel:
         """Connects and says the token. Raises Unreachable: the token may be used up, or the daemon gone."""
         self.socket_path = socket_path
         self._received = b""
-        self._num_awaited = 0
+        self._is_awaiting = False  # an answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         timeout = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         # The kernel keeps the time: a timeout of the socket module's would cost a poll for each read and write.
@@ -48,23 +48,21 @@ class LocalChannel:
         return self.receive()
 
     def send(self, request: pb.StepRequest) -> None:
-        """Half a call: `receive` must follow, once for each, in order."""
+        """Half a call: `receive` must follow."""
+        if self._is_awaiting:  # a signal's exception: the last answer is still to come, and is not this one's
+            raise self._broken(ConnectionAbortedError("the last answer was left behind"))
+        self._is_awaiting = True
         payload = request.SerializeToString()
         try:
             self._socket.sendall(_HEADER.pack(len(payload) + 1, _STEP) + payload)
         except OSError as error:
             raise self._broken(error) from None
-        self._num_awaited += 1
 
     def receive(self) -> pb.StepResponse:
         """The other half."""
-        assert self._num_awaited > 0, "nothing was sent"
-        self._num_awaited -= 1
-        try:
-            code, payload = self._read()
-        except BaseException:  # a signal's: the answer is still to come, and must not be taken for the next one's
-            self._socket.close()
-            raise
+        assert self._is_awaiting, "nothing was sent"
+        code, payload = self._read()
+        self._is_awaiting = False
         if code:
             raise refusal(code, payload, self.socket_path)
         return pb.StepResponse.FromString(payload)

@@ -90,7 +90,7 @@ class StreamSteps:
         self._is_missing = False  # the daemon, or this grpcio, has no stream
         self._is_closed = False
         self._request: pb.StepRequest | None = None  # under way
-        self._sent_s: float | None = None  # when it was sent
+        self._sent_s: float | None = None  # when it was sent; None: its answer is there
 
     @property
     def transport(self) -> str:
@@ -104,6 +104,8 @@ class StreamSteps:
         return self.receive()
 
     def send(self, request: pb.StepRequest) -> None:
+        if self._sent_s is not None:  # a signal's exception: the last answer is still to come, and is not this one's
+            self._drop()
         self._request, self._sent_s = request, time.monotonic()
         try:
             self._open().send(request.SerializeToString())
@@ -125,11 +127,7 @@ class StreamSteps:
             if end.code == _UNIMPLEMENTED and not end.details:  # an older daemon
                 return self._without_stream()
             self._broken(end)
-        except BaseException:  # a signal's: the answer is still to come, and must not be taken for the next one's
-            self._drop()
-            raise
-        finally:
-            self._sent_s = None
+        self._sent_s = None
         if answer.HasField("step"):
             return answer.step
         raise self._error(answer.refusal.code, answer.refusal.status_details)
@@ -166,7 +164,7 @@ class StreamSteps:
             stream.close()
 
     def _broken(self, end: StreamEnded) -> NoReturn:
-        self._stream = None
+        self._stream = self._sent_s = None
         raise self._error(end.code, end.details, end.message) from None
 
     def _without_stream(self) -> pb.StepResponse:

@@ -1,9 +1,11 @@
 """The local transport's client end against a peer that misbehaves."""
 
+import signal
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -63,4 +65,33 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
     channel = LocalChannel(str(tmp_path / "s"), b"token", timeout_s=5)
     assert channel.call(pb.StepRequest(step=1)) == response
     channel.close()
+    thread.join(5)
+
+
+def test_an_interrupted_step_leaves_no_answer_to_the_next(tmp_path: Path) -> None:
+    """The connection is given up: an answer that is left behind would be taken for another step's."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    def behave(client: socket.socket) -> None:
+        client.recv(1 << 16)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        done.wait(10)
+        client.sendall(WELCOME)  # an empty response
+
+    main, done, before = threading.get_ident(), threading.Event(), signal.signal(signal.SIGUSR1, interrupt)
+    thread = peer(tmp_path / "s", behave)
+    channel = LocalChannel(str(tmp_path / "s"), b"token", timeout_s=5)
+    try:
+        with pytest.raises(Interrupted):
+            channel.call(pb.StepRequest(step=1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        done.set()
+    with pytest.raises(Unreachable, match="left behind"):
+        channel.call(pb.StepRequest(step=2))
     thread.join(5)
