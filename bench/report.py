@@ -96,7 +96,7 @@ def write_page(
     """The whole page."""
     machine = f"{_processor()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     text = INTRODUCTION.format(
-        mode=" with `BENCH=full`" if is_full else " (the five-minute subset; `BENCH=full` runs everything)",
+        mode=" with `BENCH=full`" if is_full else " (a subset; `BENCH=full` runs everything)",
         machine=machine,
         rounds=rounds,
         load=os.getloadavg()[0],
