@@ -193,11 +193,19 @@ MUTATIONS = (
         "publish_partial(self, sequence, block, boundary, turn, replace=True)",
         "pass",
     ),
+    Mutation("a_prompts_end_is_named_late", "kinds/mamba.py", "if tokens != states.end:", "if False:"),
+    Mutation("untold_states_are_named", "kinds/mamba.py", "if block and i in states.untold:", "if False:"),
+    Mutation(
+        "checkpoint_named_by_its_place",
+        "kinds/mamba.py",
+        "if boundary != (entry + 1) * self.block_tokens:",
+        "if boundary % self.block_tokens:",
+    ),
     Mutation(
         "states_offered_before_a_refusal",
         "kinds/mamba.py",
-        "states.checkpoint, states.start = states.planned, computed",
-        "states.checkpoint = None",
+        "states.checkpoint, states.start, states.end = states.planned, computed, main",
+        "states.checkpoint, states.end = None, main",
     ),
     Mutation("stale_sequences_publish", "tenure.py", "sequence.is_stale = True", "sequence.is_stale = False"),
     Mutation(

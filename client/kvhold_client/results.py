@@ -62,6 +62,16 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateHandoff:
+    """Once the step's kernels are done, this block holds the sequence's state after so many tokens."""
+
+    sequence_id: int
+    group_id: int
+    block_id: int
+    boundary_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStats:
     """Queried tokens, attributed: query = own + shared hits + all misses."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvhold_client.results import BlockCopy, ItemStatus, PoolCounts
+from kvhold_client.results import BlockCopy, ItemStatus, PoolCounts, StateHandoff
 from kvhold_client.sequence import Sequence
 from kvhold_client.step_reply import StepReply
 
@@ -51,6 +51,11 @@ class StepOutcome:
     def copies(self) -> list[BlockCopy]:
         """What the workers copy before this step's kernels run."""
         return self.reply.copies if self.reply else []
+
+    @property
+    def handoffs(self) -> list[StateHandoff]:
+        """Which states the kernels leave where."""
+        return self.reply.handoffs if self.reply else []
 
     @property
     def zero_block_ids(self) -> list[int]:

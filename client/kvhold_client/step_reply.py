@@ -5,7 +5,7 @@ others cost nothing.
 """
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts
+from kvhold_client.results import BlockCopy, ItemProblem, PoolCounts, StateHandoff
 
 
 class StepReply:
@@ -92,6 +92,13 @@ class StepReply:
         copies = self._message.copies
         rows = zip(copies.group_ids, copies.source_block_ids, copies.target_block_ids, strict=True)
         return [BlockCopy(group_id=g, source_block_id=s, target_block_id=t) for g, s, t in rows]
+
+    @property
+    def handoffs(self) -> list[StateHandoff]:
+        """Which states the step's kernels leave where, for whoever hits them."""
+        told = self._message.handoffs
+        rows = zip(told.sequence_ids, told.group_ids, told.block_ids, told.boundary_tokens, strict=True)
+        return [StateHandoff(sequence_id=s, group_id=g, block_id=b, boundary_tokens=t) for s, g, b, t in rows]
 
     @property
     def zero_block_ids(self) -> list[int]:

@@ -51,7 +51,9 @@ class Seq:
     planned: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     checkpoint: dict[int, tuple[int, int] | None] = field(default_factory=dict)  # planned, and granted
     allocated: set[int] = field(default_factory=set)
-    start: dict[int, int] = field(default_factory=dict)
+    start: dict[int, int] = field(default_factory=dict)  # of the newest chunk
+    end: dict[int, int] = field(default_factory=dict)
+    untold: dict[int, set[int]] = field(default_factory=dict)  # entries inside chunks that were not published with them
     stale: bool = False
 
 
@@ -412,6 +414,8 @@ class NaivePool:
         if group.kind in SCRATCH_KINDS:
             return 0 if table else 1
         if self._aligned(gid):
+            if main <= 0:
+                return 0
             extra = gid in seq.pending or (bool(hits) and hit % size != 0)
             length = len(hits) + len(table)
             loaded = 0
@@ -463,6 +467,13 @@ class NaivePool:
         size, spec = group.block_size_tokens, group.num_speculative_blocks
         step = self.sessions[s].step
         new: list[int] = []
+        if self._aligned(gid):
+            for i in range(seq.offered[gid], 0 if spec else len(table)):
+                if table[i] and seq.start.get(gid, 0) < (i + 1) * size < seq.end.get(gid, 0):
+                    seq.untold.setdefault(gid, set()).add(i)
+            if main <= 0:
+                seq.checkpoint[gid] = None
+                return []
         wants_zero = zeroing and group.kind not in (GroupKind.MAMBA, GroupKind.RING)
         if gid in seq.tail:
             i = seq.tail.pop(gid)
@@ -490,7 +501,7 @@ class NaivePool:
             taken = [] if table else self.take(1, s)
             table += taken
         elif self._aligned(gid):
-            seq.checkpoint[gid], seq.start[gid] = seq.planned[gid], computed
+            seq.checkpoint[gid], seq.start[gid], seq.end[gid] = seq.planned[gid], computed, main
             return new + self._grow_states(s, seq, gid, main)
         else:
             if group.kind is GroupKind.MAMBA:
@@ -542,7 +553,7 @@ class NaivePool:
     def publish_group(self, s: int, seq: Seq, gid: int, n: int) -> None:
         group, table, unit = self.c.groups[gid], seq.tables[gid], self.c.hash_unit_tokens
         size = group.block_size_tokens
-        exported = seq.checkpoint.get(gid)
+        exported, untold = seq.checkpoint.get(gid), seq.untold.get(gid, set())
         end = min(n // size, len(table))
         if end > seq.offered[gid]:
             start = seq.offered[gid]
@@ -554,14 +565,16 @@ class NaivePool:
                 digest = seq.hashes[(i + 1) * size // unit - 1]
                 self.add_key(table[i], self.key(s, gid, digest, (i + 1) * size))
                 stored.append(digest)
-                if self._aligned(gid):
+                if self._aligned(gid) and i not in untold:
                     self.gained[s].add(table[i])
             parent = seq.hashes[start * size // unit - 1] if start else None
             self.events.append(["stored", gid, stored, parent, start * size, end * size, seq.sid, kept])
             seq.offered[gid] = end
             if self._aligned(gid):
                 for i in range(start, end):
-                    if table[i] and self.blocks[table[i]].keys and not (exported and exported[0] == i):
+                    if table[i] and i in untold:
+                        self.drop_keys(table[i])
+                    elif table[i] and self.blocks[table[i]].keys and not (exported and exported[0] == i):
                         self.gained[s].add(table[i])
                         self.hand_offs.append((seq.sid, gid, table[i], (i + 1) * size))
         if group.kind in FULL_KINDS and self.partials:
@@ -579,10 +592,11 @@ class NaivePool:
             seq.checkpoint[gid] = None
             i, at = exported
             early = self.c.retention_interval_tokens == 0 and n < seq.prompt
-            if early and at not in (own_end, seq.junction):
+            late = i >= seq.offered[gid]
+            if late or at // unit > len(seq.hashes) or (early and at not in (own_end, seq.junction)):
                 self.drop_keys(table[i])
                 return
-            if at % size:
+            if at != (i + 1) * size:
                 self.publish_partial(s, seq, gid, table[i], at, True)
             elif not self.blocks[table[i]].keys:
                 return
@@ -592,6 +606,7 @@ class NaivePool:
         wanted = n == own_end or (
             self.c.keep_shared_prefix_checkpoints and n == seq.junction and seq.start.get(gid, 0) < n <= seq.prompt
         )
+        wanted = wanted and n == seq.end.get(gid)
         if self.partials and n % size and wanted and n // size < len(table) and table[n // size]:
             self.publish_partial(s, seq, gid, table[n // size], n, False)
             self.gained[s].add(table[n // size])

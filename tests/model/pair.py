@@ -93,6 +93,22 @@ CONFIGS: dict[str, PoolConfig] = {
         num_blocks=34,
         retention_interval_tokens=0,
     ),
+    "mamba_checkpoint_eagle": pool_of(
+        full(16, is_eagle=True),
+        mamba(16, num_checkpoint_blocks=1, checkpoint_alignment_tokens=16),
+        unit=16,
+        block=16,
+        num_blocks=34,
+        use_eagle=True,
+    ),
+    "mamba_checkpoint_fine_eagle": pool_of(
+        full(16, is_eagle=True),
+        mamba(16, num_checkpoint_blocks=1, checkpoint_alignment_tokens=4),
+        unit=4,
+        block=16,
+        num_blocks=34,
+        use_eagle=True,
+    ),
     "mamba_window_junction": pool_of(
         full(16),
         mamba(16),

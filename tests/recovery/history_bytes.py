@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from kvhold_client.results import StateHandoff
 from kvhold_client.sequence import Sequence
 from kvhold_server.memory.posix_shm import PosixShmBackend
 from kvhold_server.node.live_pool import LivePool
@@ -105,6 +106,7 @@ class Kernel:
     zeros: list[int]
     copies: list[tuple[int, int, int]]
     writes: list[Write]
+    handoffs: list[StateHandoff]
 
     def execute(self, memory: Memory, kinds: list[str]) -> None:
         for block in self.zeros:
@@ -114,7 +116,9 @@ class Kernel:
         for write in self.writes:
             for group, kind in enumerate(kinds):
                 if kind == "mamba":
-                    _advance_state(memory, group, write)
+                    sequence_id = write.run.sequence.sequence_id
+                    told = [h for h in self.handoffs if (h.group_id, h.sequence_id) == (group, sequence_id)]
+                    _advance_state(memory, group, write, told)
                 else:
                     _append_tokens(memory, group, write, WINDOW_TOKENS if kind == "sliding_window" else None)
 
@@ -129,12 +133,13 @@ def _append_tokens(memory: Memory, group: int, write: Write, window: int | None)
             memory.write(group, table[place // UNIT], tokens[place], place % UNIT)
 
 
-def _advance_state(memory: Memory, group: int, write: Write) -> None:
+def _advance_state(memory: Memory, group: int, write: Write, handoffs: list[StateHandoff]) -> None:
+    """Where it begins inside a block and goes past its end, only the daemon knows that the state there is wanted."""
     table, states = write.tables[group], write.run.states
     if write.start:
         block = table[(write.start - 1) // STATE_TOKENS]
         assert memory.read(group, block) == states[write.start], f"state after {write.start} in block {block}"
-    end_of_block = -(-write.start // STATE_TOKENS) * STATE_TOKENS
-    if write.start < end_of_block < write.end:  # it began inside a block: the state at its end is wanted, too
-        memory.write(group, table[end_of_block // STATE_TOKENS - 1], states[end_of_block])
+    for told in handoffs:
+        if write.start < told.boundary_tokens <= write.end:
+            memory.write(group, told.block_id, states[told.boundary_tokens])
     memory.write(group, table[(write.end - 1) // STATE_TOKENS], states[write.end])

@@ -18,10 +18,6 @@ from tests.recovery.history_bytes import STATE_TOKENS, UNIT, Kernel, Run, Write,
 from tests.recovery.history_world import POOL, World
 
 
-class EngineGone(Exception):
-    """Its session is over: the pool could not be kept."""
-
-
 class Engine:
     """A scheduler with the client's table, and its workers' kernels, which run later."""
 
@@ -101,8 +97,6 @@ class Engine:
         self._part += 1
         while True:
             self.resume_if_needed()
-            if not self.is_alive:
-                raise EngineGone
             request.session_id, request.epoch = self.session_id, self.epoch
             replies: list[StepReply] = []
             try:
@@ -152,10 +146,7 @@ class Engine:
     def _carry_out(self, plan: list[tuple[Run, int]]) -> None:
         """Asks the node; what these sequences and those admitted compute becomes a kernel."""
         table = self.table
-        try:
-            outcome = table.flush(token_budget=10_000)
-        except EngineGone:
-            return
+        outcome = table.flush(token_budget=10_000)
         for ask in outcome.refused_extends:
             if ask.sequence.sequence_id in self.runs:
                 self._finish(self.runs[ask.sequence.sequence_id])
@@ -170,9 +161,8 @@ class Engine:
             run.compute(admission.hit_tokens, self.world.version)
             self.num_hit_tokens += admission.hit_tokens
             writes.append(self._computed(run, admission.granted_tokens))
-        reply = outcome.reply
-        copies = [(c.group_id, c.source_block_id, c.target_block_id) for c in reply.copies] if reply else []
-        self.kernels.append(Kernel(table.step, reply.zero_block_ids if reply else [], copies, writes))
+        copies = [(c.group_id, c.source_block_id, c.target_block_id) for c in outcome.copies]
+        self.kernels.append(Kernel(table.step, outcome.zero_block_ids, copies, writes, outcome.handoffs))
 
     def _computed(self, run: Run, num: int) -> Write:
         start = len(run.tokens)

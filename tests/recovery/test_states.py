@@ -220,6 +220,34 @@ def test_a_state_exported_inside_a_chunk_is_never_taken_for_the_one_at_its_block
     after.check_invariants()
 
 
+def test_a_state_exported_a_block_early_for_a_drafter_comes_back_as_what_it_is() -> None:
+    full = GroupConfig(kind=GroupKind.FULL, block_size_tokens=STATE_SIZE, is_eagle=True)
+    state = state_group(num_checkpoint_blocks=1, checkpoint_alignment_tokens=STATE_SIZE)
+    before = HandPool(config(full, state, unit=STATE_SIZE))
+    recorder, session = Recorder(before), before.open_session()
+    before.begin_step(session, 1)
+    before.admit(session, 1, num_tokens=17, token_budget=100, hashes=hashes("s", 17, STATE_SIZE))
+    recorder.keep_up(None)
+    recorder.keep_up(before.complete(session, 1))
+    tables = before.tables(session, 1)
+    after = recorder.recovered()
+    heir = after.open_session()
+    claim = HeldSequence(
+        sequence_id=1,
+        num_tokens=17,
+        num_prompt_tokens=17,
+        publish_tokens=17,
+        tables=tables,
+        hashes=hashes("s", 17, STATE_SIZE),
+    )
+    assert reassert(after, heir, [claim]).lost == {}
+    assert after.tables(heir, 1) == tables and tables[1][1]
+    first, second = hashes("s", 17, STATE_SIZE)
+    assert after.store.prefixes.find(1, first, 0) == tables[1][1], "the state after 8, in the entry of that after 16"
+    assert after.store.prefixes.find(1, second, 0) == 0
+    after.check_invariants()
+
+
 def test_a_client_that_does_not_say_where_its_prompt_ends_gets_no_state_taken_for_that() -> None:
     pool = HandPool(config(FULL, state_group()))
     session = pool.open_session()

@@ -787,7 +787,9 @@ Global___BlockCopies: _TypeAlias = BlockCopies  # noqa: Y015
 
 @_typing.final
 class StateHandoffs(_message.Message):
-    """StateHandoffs name blocks that hold the state at a boundary, for whoever copies states elsewhere. Parallel arrays."""
+    """StateHandoffs name blocks that hold the state at a boundary once this step's kernels are done: others hit it there. A
+    kernel that goes past the boundary writes the state to this block, too. Parallel arrays.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -191,6 +191,22 @@ def reassert(pool: Pool, session: int, held: Iterable[HeldSequence], *, is_outda
     return Reasserted(lost=lost, completed=pool.complete(session, owner.step))
 
 
+def reassert_again(pool: Pool, session: int, held: Iterable[HeldSequence]) -> list[int]:
+    """The session did nothing since, and did not get the answer: returns what it lost. Others may have allocated since,
+    so nothing more is given; what it holds otherwise than it says is let go.
+    """
+    owner = pool._alive(session)
+    lost = []
+    for said in held:
+        known = owner.sequences.get(said.sequence_id)
+        if known is not None and known.tables == _sequence(pool, said).tables:
+            continue
+        if known is not None:
+            pool.departure.free(pool._turn(owner), said.sequence_id, 0, [], fence_own=False)
+        lost.append(said.sequence_id)
+    return lost
+
+
 class _Beliefs:
     """What sequences that came back say of their blocks without a record. Made when the first one is claimed twice."""
 
@@ -244,7 +260,9 @@ def _check(pool: Pool, owner: PoolSession, sequence: Sequence, beliefs: _Beliefs
             if key is None or origin is None:
                 if store.refs[block] and (i >= len(view) or beliefs.of(block) != (policy.gid, view[i])):
                     raise refuse(f"block {block} is held by another sequence, with other contents")
-            elif origin.group != policy.gid or i >= len(view) or view[i] != key:
+            elif origin.group != policy.gid or not (
+                (i < len(view) and view[i] == key) or policy.may_lag(view[:i], key)
+            ):
                 raise refuse(f"block {block} is recorded with other contents")
 
 

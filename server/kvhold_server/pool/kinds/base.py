@@ -9,6 +9,7 @@ growth     release_skipped  blocks that left the window               (A4)
            grow             draw them                                 (A7)
 publish    publish          offer full blocks to the index            (A8)
 restart    as_held          a table that a client says it holds, as the kind keeps it
+           may_lag          a block may have the hash of an earlier entry
            take_up          it is held again: what of it was offered, and what the kind remembers
 """
 
@@ -269,6 +270,10 @@ class GroupPolicy:
     def as_held(self, table: list[int]) -> list[int]:
         """What a client says after a restart, as this kind keeps it."""
         return list(table)
+
+    def may_lag(self, earlier: Seq[bytes], key: bytes) -> bool:
+        """Can a block be recorded under one of the hashes that belong to earlier entries?"""
+        return False
 
     def take_up(self, sequence: Sequence) -> None:
         """Its table is held again. Hashes behind a gap are dropped: they are published again with what fills it, by one

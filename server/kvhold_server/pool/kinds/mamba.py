@@ -107,7 +107,7 @@ class MambaPolicy(GroupPolicy):
 class _States:
     """What an aligned state group remembers of one sequence."""
 
-    __slots__ = ("checkpoint", "is_allocated", "pending", "planned", "released", "start")
+    __slots__ = ("checkpoint", "end", "is_allocated", "pending", "planned", "released", "start", "untold")
 
     def __init__(self) -> None:
         self.is_allocated = False  # has its running state (and drafts') at the end of its table
@@ -117,7 +117,8 @@ class _States:
         )
         self.checkpoint: tuple[int, int] | None = None  # (entry, tokens): state that the kernel exports in this chunk
         self.planned: tuple[int, int] | None = None  # what the chunk being asked for would export; a refusal leaves it
-        self.start = 0  # first token of the current chunk
+        self.start = self.end = 0  # of the newest chunk
+        self.untold: set[int] = set()  # entries that a chunk passed unpublished: nobody was told to leave a state there
 
 
 class AlignedMambaPolicy(MambaPolicy):
@@ -144,6 +145,8 @@ class AlignedMambaPolicy(MambaPolicy):
         return self._need_new(sequence, length + loaded, main, total, is_partial) + loaded + evictable
 
     def need_growth(self, sequence: Sequence, slots: int, main: int, computed: int) -> int:
+        if main <= 0:  # it only publishes
+            return 0
         has_copy = self._states(sequence).pending is not None
         return self._need_new(sequence, len(sequence.tables[self.gid]), main, computed, has_copy)
 
@@ -181,6 +184,10 @@ class AlignedMambaPolicy(MambaPolicy):
     def grow(self, sequence: Sequence, slots: int, main: int, computed: int, turn: Turn) -> list[int]:
         states = self._states(sequence)
         table = sequence.tables[self.gid]
+        self._note_untold(sequence, states)
+        if main <= 0:
+            states.checkpoint = None
+            return []
         new: list[int] = []
         if self.gid in sequence.tails:
             new.append(self._copy_tail(sequence, turn))
@@ -188,7 +195,7 @@ class AlignedMambaPolicy(MambaPolicy):
             self._preserve(sequence, states, turn)
         spec, length = self.num_spec, len(table)
         required = cdiv(main, self.block_tokens) + spec
-        states.checkpoint, states.start = states.planned, computed
+        states.checkpoint, states.start, states.end = states.planned, computed, main
         has_checkpoint = states.checkpoint is not None
         if required > length or has_checkpoint:
             first = required - spec - 1 - has_checkpoint  # entries before it are null
@@ -205,6 +212,16 @@ class AlignedMambaPolicy(MambaPolicy):
             new += table[length:]
         states.is_allocated = True
         return new
+
+    def _note_untold(self, sequence: Sequence, states: _States) -> None:
+        """What the newest chunk passed unpublished: a later hash would not be that of the state there.
+
+        With drafts a chunk is published once they are verified; its kernel leaves states at block ends unasked.
+        """
+        if not self.num_spec:
+            first = max(states.start // self.block_tokens, sequence.offered[self.gid])
+            table, running = sequence.tables[self.gid], cdiv(states.end, self.block_tokens) - 1
+            states.untold.update(i for i in range(first, running) if table[i])
 
     def _preserve(self, sequence: Sequence, states: _States, turn: Turn) -> None:
         """The block goes on being written: its state, and its hashes, move to a copy."""
@@ -241,7 +258,9 @@ class AlignedMambaPolicy(MambaPolicy):
         super().publish(sequence, tokens, turn)
         for i in range(start, sequence.offered[self.gid]):
             block = table[i]
-            if block and i != exported and self.store.key_of[block] is not None:
+            if block and i in states.untold:
+                self.prefixes.drop(block)
+            elif block and i != exported and self.store.key_of[block] is not None:
                 turn.gained.add(block)
                 self._hand_off(sequence, block, (i + 1) * self.block_tokens, turn)
         if states.checkpoint is not None:
@@ -260,7 +279,9 @@ class AlignedMambaPolicy(MambaPolicy):
         return sequence.num_prompt_tokens // unit * unit - (unit if self.any_eagle else 0)
 
     def _ends_at(self, sequence: Sequence, states: _States, tokens: int) -> bool:
-        """Is this a place inside a block whose state is worth keeping?"""
+        """Is this a place inside a block whose state is worth keeping, and did a chunk end there?"""
+        if tokens != states.end:
+            return False
         if tokens == self._prompt_end(sequence):
             return True
         return (
@@ -277,10 +298,12 @@ class AlignedMambaPolicy(MambaPolicy):
         block = sequence.tables[self.gid][entry]
         wanted = (self._prompt_end(sequence), sequence.boundary_tokens)
         is_early = self.pool.retention_interval_tokens == 0 and tokens < sequence.num_prompt_tokens
-        if is_early and boundary not in wanted:
+        is_late = entry >= sequence.offered[self.gid]  # its chunk is not published with it
+        is_nameless = is_late or boundary > len(sequence.hashes) * self.pool.hash_unit_tokens
+        if is_nameless or (is_early and boundary not in wanted):
             self.prefixes.drop(block)
             return
-        if boundary % self.block_tokens:
+        if boundary != (entry + 1) * self.block_tokens:  # with a drafter it may be the end of a block before
             publish_partial(self, sequence, block, boundary, turn, replace=True)
         elif self.store.key_of[block] is None:
             return
@@ -293,6 +316,10 @@ class AlignedMambaPolicy(MambaPolicy):
         )
 
     # --------------------------------------------------------------- restart
+    def may_lag(self, earlier: Seq[bytes], key: bytes) -> bool:
+        """A kernel exports the state of an end before into the entry that is there."""
+        return key in earlier
+
     def as_held(self, table: list[int]) -> list[int]:
         """A draft's block stands where it was moved last; its client need not have noticed."""
         last = {block: i for i, block in enumerate(table)}
