@@ -81,7 +81,7 @@ class World:
         self.version = 1  # of the weights, and of the contents
         self.quotas: dict[str, int] = {}
         self.engines: list[Engine] = []
-        self.num_restarts = self.num_fresh = 0
+        self.num_restarts = 0
         self._secrets = itertools.count()
         self._boots = itertools.count()
         self._directory = directory
@@ -156,10 +156,8 @@ class World:
         old.warm.close()
         self.backend.close(keep=True)
         self._start()
-        if POOL not in self.node.pools:
-            assert in_the_middle, old.pools
-            self._begin_anew()
-        elif not in_the_middle:
+        assert POOL in self.node.pools, "it is never lost"
+        if not in_the_middle:
             self._compare(former)
         self.check()
 
@@ -173,13 +171,6 @@ class World:
         assert live.quotas == self.quotas == former.quotas
         assert live.content_generation == former.content_generation
         assert live.identity == former.identity
-
-    def _begin_anew(self) -> None:
-        """Nothing was kept: its memory is another, so all engines are gone."""
-        self.num_fresh += 1
-        for engine in self.engines:
-            engine.is_alive = False
-        self._open_pool()
 
     def guarded(self, act: Callable[[], object]) -> bool:
         """False: the node died in the middle of it, and there is another one."""

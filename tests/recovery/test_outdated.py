@@ -1,12 +1,15 @@
 """What a restart must not forget of sequences that still run: whether their contents were replaced, and kernels."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
 
 from kvhold.v1 import admin_pb2, block_pb2, pool_pb2, session_pb2
 from kvhold_server.domain.ids import PoolName
+from tests.recovery.history_engine import Engine
+from tests.recovery.history_world import World
 from tests.recovery.test_warm_restart import CONTENT, directory, fill, hit_tokens, pool_request, posix
 from tests.rpc.harness import ClientSession, RunningDaemon, digest
 
@@ -103,3 +106,28 @@ async def test_a_newcomer_waits_for_kernels_of_before_the_restart_and_their_own_
         newcomer = await daemon.open_session()
         await newcomer.admit(1, 100, 8)
         assert 0.9 < clock() - began < 3.0
+
+
+@pytest.mark.parametrize("num_stores", range(1, 7))
+def test_a_kill_while_contents_are_replaced_leaves_all_as_before_or_all_replaced(
+    tmp_path: Path, num_stores: int
+) -> None:
+    """The table's header decides, with the third store; the manifest, which is written before, says both."""
+    world = World(tmp_path, random.Random(1), "f")
+    engine = Engine(world, "a")
+    engine.admit(prompt=1, num_tokens=24)
+    engine.close()
+    world.arm(num_stores)
+    world.update_content()
+    assert world.num_restarts == 1
+    is_replaced = num_stores >= 3
+    for _ in range(2):
+        assert world.live.content_generation == world.version == 1 + is_replaced
+        assert world.live.identity.content.weight_version == str(world.version)
+        world.die(in_the_middle=False)
+    engine = Engine(world, "a")
+    assert engine.admit(prompt=1, num_tokens=25) == (0 if is_replaced else 24)
+    engine.close()
+    world.update_content()
+    world.die(in_the_middle=False)
+    assert world.live.content_generation == world.version == 2 + is_replaced

@@ -8,6 +8,7 @@ byte 4096   records
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from kvhold_server.memory.record_checksum import crc32
@@ -107,6 +108,16 @@ def read_header(first_page: bytes) -> TableHeader | None:
     slots = [_read_slot(first_page[offset : offset + SLOT_BYTES]) for offset in (0, SLOT_BYTES)]
     whole = [slot for slot in slots if slot is not None]
     return max(whole, key=lambda header: header.sequence, default=None)
+
+
+def generation_of(path: Path) -> int:
+    """The generation that counts in a table's file; 0 if the file is not there or its header is damaged."""
+    try:
+        with path.open("rb") as file:
+            header = read_header(file.read(RECORDS_OFFSET))
+    except OSError:
+        return 0
+    return header.generation if header is not None else 0
 
 
 def _read_slot(slot: bytes) -> TableHeader | None:

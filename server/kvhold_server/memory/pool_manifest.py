@@ -11,7 +11,7 @@ import json
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -23,6 +23,7 @@ from kvhold_server.memory.recovery_errors import ManifestUnreadable
 VERSION: Final = 1
 SUFFIX: Final = ".json"
 MAX_MANIFEST_BYTES: Final = 64 << 20
+BYTES: Final = frozenset({"request", "content", "former_content"})  # in base64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,28 @@ class PoolManifest:
     backend: str
     regions: tuple[RegionFile, ...]
     content_generation: int = 1
+    former_content: bytes = b""  # of the generation before
+    former_table_generation: int = 0  # the block table's: while it is still that, the contents are not replaced yet
+
+    def replaced(self, content: bytes, generation: int, table_generation: int) -> "PoolManifest":
+        """Saved before the block table begins a new generation, which replaces the contents."""
+        return replace(
+            self,
+            content=content,
+            content_generation=generation,
+            former_content=self.content,
+            former_table_generation=table_generation,
+        )
+
+    def as_before(self) -> "PoolManifest":
+        """The contents were not replaced."""
+        return replace(
+            self,
+            content=self.former_content,
+            content_generation=self.content_generation - 1,
+            former_content=b"",
+            former_table_generation=0,
+        )
 
     @property
     def regions_text(self) -> str:
@@ -120,7 +143,7 @@ def _encoded(name: PoolName) -> str:
 
 def _dump(manifest: PoolManifest) -> bytes:
     fields: dict[str, Any] = asdict(manifest)
-    for key in ("request", "content"):
+    for key in BYTES:
         fields[key] = b64encode(fields[key]).decode()
     return json.dumps({"version": VERSION} | fields, indent=1).encode()
 
@@ -132,7 +155,7 @@ def _load(path: Path) -> PoolManifest:
         fields = json.loads(path.read_bytes())
         if fields.pop("version") != VERSION:
             raise ValueError("was written by another version")
-        for key in ("request", "content"):
+        for key in BYTES & fields.keys():
             fields[key] = b64decode(fields[key], validate=True)
         fields["regions"] = tuple(RegionFile(**region) for region in fields["regions"])
         manifest = PoolManifest(**fields)

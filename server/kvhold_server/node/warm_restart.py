@@ -17,14 +17,14 @@ and the pool begins fresh.
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import MemoryBackend, Region
 from kvhold_server.memory.block_table import BlockTable, RecoveredBlocks, garbage_collection_paused
-from kvhold_server.memory.block_table_header import TableIdentity, identity_digest
+from kvhold_server.memory.block_table_header import TableIdentity, generation_of, identity_digest
 from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
 from kvhold_server.memory.process_identity import start_ticks
@@ -139,11 +139,25 @@ class WarmRestart:
     def save_content(
         self, name: PoolName, journal: BlockJournal, content: ContentIdentity, message: bytes, generation: int
     ) -> None:
-        """A new content generation: fenced first, so that nothing can revive what was recorded before."""
-        journal.start_generation(identity_digest(repr(content)))
+        """A new content generation. Written down first, then it counts, with one update of the table's header: from the
+        return on nothing can revive what was recorded before. Raises SystemCallFailed; then nothing has changed.
+        """
         manifest = self.manifests.read(name)
         if manifest is not None:
-            self.manifests.save(replace(manifest, content=message, content_generation=generation))
+            self.manifests.save(manifest.replaced(message, generation, journal.table.generation))
+        journal.start_generation(identity_digest(repr(content)))
+
+    def as_recorded(self, manifest: PoolManifest) -> PoolManifest:
+        """Of a daemon that died while it replaced the contents: the block table says whether it had.
+
+        Raises SystemCallFailed.
+        """
+        if manifest.former_table_generation and manifest.former_table_generation == generation_of(
+            self.manifests.table_path(manifest.name)
+        ):
+            manifest = manifest.as_before()
+            self.manifests.save(manifest)
+        return manifest
 
     def forget_pool(self, name: PoolName) -> None:
         """The pool is deleted: its name is new again."""

@@ -50,7 +50,7 @@ def reopen_all(node: Node, warm: WarmRestart) -> list[FormerWorker]:
         logger.warning("a pool is not offered again: %s", problem)
     for manifest in manifests:
         try:
-            _reopen(node, warm, manifest)
+            _reopen(node, warm, warm.as_recorded(manifest))
         except (KvholdError, ValueError) as error:  # ValueError: the message cannot be decoded
             _give_up(warm, manifest.name, error)
     for session in warm.former_sessions:
