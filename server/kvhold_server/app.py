@@ -2,6 +2,7 @@
 
 start   lock socket ▶ backends ▶ node ▶ gRPC ▶ fd channel ▶ /metrics ▶ ticker ▶ ready
 SIGTERM not ready ▶ no new sessions ▶ wait for sessions (drain deadline; a second signal ends the wait) ▶ stop ▶ exit 0
+        while starting: the start goes on to its end first
 """
 
 import asyncio
@@ -11,8 +12,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +59,7 @@ BUSY_SLEEP_S = 0.001
 
 
 class Daemon:
-    """One running daemon. `start`, then `run_until_stopped`; or use its parts in a test."""
+    """One running daemon: `run` it; or use its parts in a test."""
 
     def __init__(self, config: ServerConfig, *, hit: Callable[[str], None] | None = None) -> None:
         """Claims the sockets, then the memory's instance; a second daemon fails here. Changes nothing if it raises.
@@ -108,6 +109,25 @@ class Daemon:
             self.warm.close()
 
     # -------------------------------------------------------------- lifecycle
+    async def run(self) -> None:
+        """All of its life, until a signal or an administrator ends it."""
+        with self.stops_on_signals():
+            await self.start()
+            await self.run_until_stopped()
+
+    @contextmanager
+    def stops_on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask to stop. From before the sockets answer until all is taken down, so that no moment is
+        left in which one would end us at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
     async def start(self) -> None:
         """Brings everything up; on failure whatever was up is taken down again."""
         try:
@@ -125,6 +145,7 @@ class Daemon:
             stack.callback(partial(backend.close, keep=config.keep_pools))
         if self.warm is not None:
             stack.callback(self._end_state)
+            # Nothing was awaited yet, so no wish to stop was heard: it would keep pools from being offered again.
             for worker in reopen_all(self.node, self.warm):
                 watching = asyncio.create_task(self._watch_former(worker), name=f"former-worker-{worker.watch_id}")
                 stack.push_async_callback(_cancelled, watching)
@@ -155,7 +176,7 @@ class Daemon:
         ticker = asyncio.create_task(self._tick_forever(), name="ticker")
         stack.push_async_callback(_cancelled, ticker)
         gc.freeze()  # what was imported and recovered stays: full collections need not look at it again
-        await self.health.set_ready(True)
+        await self.health.set_ready(not self._stop.is_set())
         socket, tcp_port = config.socket or "-", self.tcp_port or "-"
         logger.info("ready: boot %s, socket %s, tcp port %s", self.node.boot_id, socket, tcp_port)
 
@@ -226,15 +247,10 @@ class Daemon:
 
     async def run_until_stopped(self) -> None:
         """Serves until asked to stop, then drains and takes everything down."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.request_stop)
         try:
             await self._stop.wait()
             await self._drain()
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
             await self.close()
 
     async def close(self) -> None:
@@ -308,6 +324,4 @@ async def _cancelled(task: "asyncio.Task[None]") -> None:
 
 async def serve(config: ServerConfig) -> None:
     """Runs a daemon until a signal ends it."""
-    daemon = Daemon(config)
-    await daemon.start()
-    await daemon.run_until_stopped()
+    await Daemon(config).run()

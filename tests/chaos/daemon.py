@@ -62,10 +62,11 @@ async def inspect_forever(daemon: Daemon, findings: Path) -> None:
 
 async def serve(config: ServerConfig, failpoints: Failpoints | None, findings: Path) -> None:
     daemon = Daemon(config, hit=failpoints)
-    await daemon.start()
-    inspector = asyncio.create_task(inspect_forever(daemon, findings))
-    await daemon.run_until_stopped()
-    inspector.cancel()
+    with daemon.stops_on_signals():
+        await daemon.start()
+        inspector = asyncio.create_task(inspect_forever(daemon, findings))
+        await daemon.run_until_stopped()
+        inspector.cancel()
 
 
 def main(directory: str, memory: str, failpoints: str) -> None:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvhold.v1 import event_pb2, plan_pb2, session_pb2
 from kvhold_client.leash import leashed
 from kvhold_server.app import Daemon
+from kvhold_server.config import ServerConfig
 from kvhold_server.rpc.server import AddressInUse, SocketClaim, SocketInUse, SocketPathTaken, SocketPathUnusable
 from tests.rpc.harness import RunningDaemon, refused, running
 
@@ -163,6 +164,35 @@ async def test_sigterm_drains_then_exits_zero_and_leaves_nothing(short_dir: Path
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_a_signal_that_comes_before_or_after_its_time_stops_the_daemon_in_order(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket answers long before the start is over, and another one may come while all is taken down."""
+    ours: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ours.append(number))  # instead of being ended
+    try:
+        daemon = Daemon(ServerConfig(socket=str(short_dir / "k.sock"), metrics="127.0.0.1:0", keep_pools=False))
+        take_down = daemon.close
+
+        async def start_metrics() -> None:
+            assert (short_dir / "k.sock").exists()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+
+        async def close() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            await take_down()
+
+        monkeypatch.setattr(daemon, "_start_metrics", start_metrics)
+        monkeypatch.setattr(daemon, "close", close)
+        await asyncio.wait_for(daemon.run(), 10)
+        assert not ours, "nobody else heard of one"
+        assert not list(short_dir.glob("k.sock*"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def test_sigkill_leaves_a_path_that_the_next_daemon_takes(short_dir: Path) -> None:
