@@ -187,11 +187,15 @@ class AsyncSession:
                 raise self._dead
             used, steps = self._core.stamp(request), self._steps
             try:
-                return decode_step(await steps.call(request))
+                answer = await steps.call(request)
             except KvholdError as error:
                 if not self._core.may_recover(error, used):
                     raise self._died(error) if error.is_fatal else error from None
                 await self._resume(used)
+                continue
+            async with self._lock:  # a resume under way has said what the table holds, without this step
+                if not self._core.is_past(used):
+                    return decode_step(answer)
 
     async def flush(self, *, token_budget: int = 0, force: bool = False) -> StepOutcome:
         """The table's queue: planned, sent, applied."""

@@ -261,7 +261,8 @@ class SequenceTable:
 
     def lose(self, sequence_ids: Iterable[int]) -> list[Sequence]:
         """Marks sequences that the daemon could not give back, and forgets what it remembered of waiting ones."""
-        lost = [self.sequences[i] for i in sequence_ids if i in self.sequences]
+        named = (self.sequences.get(i) for i in sequence_ids)
+        lost = [one for one in named if one is not None and one.state is SequenceState.RUNNING]  # not let go meanwhile
         for sequence in lost:
             sequence.lose()
         for sequence in self.sequences.values():

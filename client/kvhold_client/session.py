@@ -141,9 +141,12 @@ class Session:
             with self.guard:
                 used, sender = self._core.stamp(request), self._sender
             try:
-                return decode_step(sender.call(request))
+                answer = sender.call(request)
             except KvholdError as error:
                 self._recover(error, used)
+                continue
+            if not self._core.is_past(used):
+                return decode_step(answer)
 
     def submit(self, request: block_pb2.StepRequest) -> None:
         """`step` in two halves: sends the request and returns; `collect` must follow. One at a time.
@@ -162,10 +165,12 @@ class Session:
             if self._dead is not None:
                 raise self._dead
             try:
-                return decode_step(flight.answer())
+                answer = flight.answer()
+                if not self._core.is_past(flight.used):
+                    return decode_step(answer)
             except KvholdError as error:
                 self._recover(error, flight.used)
-                flight = self._launch(flight.request)
+            flight = self._launch(flight.request)
 
     def _launch(self, request: block_pb2.StepRequest) -> Flight:
         """Sends; a connection that is found broken is dealt with by whoever wants the answer."""

@@ -7,6 +7,10 @@
 
 Exactly once: a request keeps its (step, part) through every retry; the daemon answers a pair that it has applied with
 the first answer. That pair is its only way to tell a retry from a second wish: it is never reused for other contents.
+
+    former daemon   applies step 7 ─▶ answers ── killed            the answer waits, unread
+    resume          what is held, as of step 6 ─▶ its successor
+    client          reads the answer: a former daemon's ─▶ sends step 7 again, which the successor applies once
 """
 
 from collections.abc import Iterable
@@ -144,6 +148,12 @@ class SessionCore:
         now = self.current
         request.session_id, request.epoch, request.boot_id = now.session_id, now.epoch, now.boot_id
         return now
+
+    def is_past(self, used: Credentials) -> bool:
+        """Whether the answer to a request with `used` comes too late: its daemon is a former one, and the successor was
+        told what is held, without this step.
+        """
+        return self.credentials is not None and used.boot_id != self.credentials.boot_id
 
     def may_recover(self, error: KvholdError, used: Credentials) -> bool:
         """Can a resume, or one that somebody else already made, help a request that was sent with `used`?"""

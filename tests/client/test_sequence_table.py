@@ -320,6 +320,14 @@ def test_what_a_restarted_daemon_lost_is_marked_and_can_be_admitted_again() -> N
     assert not table.plan_step(force=True).HasField("free")  # type: ignore[union-attr]
 
 
+def test_what_was_let_go_while_the_session_came_back_is_not_lost() -> None:
+    table, _, sequences = decode_table(3)
+    table.preempt(sequences[1])
+    table.finish(sequences[2])
+    assert table.lose([1, 2, 3]) == [sequences[0]]
+    assert sequences[1].state is SequenceState.WAITING and not sequences[1].is_known
+
+
 def test_only_proven_tokens_are_reasserted() -> None:
     """A step that was not complete may be half-written: its blocks must not be published again."""
     table, _, (sequence,) = decode_table(1)

@@ -42,6 +42,7 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
     """Applies each (step, part) once, and fails as it is told to: `faults` are consumed one per Step call."""
 
     def __init__(self) -> None:
+        self.boot_id = "boot"
         self.epoch = 0
         self.applied: list[tuple[int, int]] = []
         self.seen: list[tuple[int, int, int]] = []  # (epoch, step, part) of every Step call
@@ -51,6 +52,7 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         self.beats = 0
         self.closed = threading.Event()
         self.woken = threading.Event()
+        self.resuming = threading.Event()
 
     def OpenSession(self, request, context):  # type: ignore[no-untyped-def]
         if request.resume_token:
@@ -58,9 +60,12 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
             if self.resume_refused:
                 self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "RESUME_REFUSED")
             assert request.resume_token == f"token-{self.epoch}"
+            if self.boot_id == "next boot":
+                self.resuming.set()
+                time.sleep(0.3)  # meanwhile the former one's answer arrives
         self.epoch += 1
         response = session_pb2.OpenSessionResponse(
-            boot_id="boot", session_id="session", epoch=self.epoch, resume_token=f"token-{self.epoch}"
+            boot_id=self.boot_id, session_id="session", epoch=self.epoch, resume_token=f"token-{self.epoch}"
         )
         response.lease_ttl.FromMilliseconds(300)
         response.grace_period.FromMilliseconds(1000)
@@ -72,7 +77,10 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         return response
 
     def KeepAlive(self, requests, context):  # type: ignore[no-untyped-def]
+        boot_id = self.boot_id
         for request in requests:
+            if boot_id != self.boot_id:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the former daemon is gone")
             if request.epoch != self.epoch:
                 self._fail(context, grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED")
             self.beats += 1
@@ -92,11 +100,15 @@ class ScriptedDaemon(block_pb2_grpc.BlockServiceServicer, session_pb2_grpc.Sessi
         replayed = (request.step, request.part) in self.applied
         if not replayed:
             self.applied.append((request.step, request.part))
+        if fault == "restarts":
+            self.boot_id, self.applied = "next boot", []
+            self.resuming.wait(10)
+            return block_pb2.StepResponse(boot_id="boot")
         if fault == "hangs":
             self.woken.wait(10)
         if fault == "lost answer":
             context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
-        return block_pb2.StepResponse(boot_id="boot", replayed=replayed)
+        return block_pb2.StepResponse(boot_id=self.boot_id, replayed=replayed)
 
     def _fail(self, context, code, reason, **metadata):  # type: ignore[no-untyped-def]
         context.set_trailing_metadata((("grpc-status-details-bin", error_info(reason, **metadata)),))
@@ -316,3 +328,21 @@ def test_the_asyncio_session_survives_a_refused_step(daemon: tuple[ScriptedDaemo
     assert scripted.applied == [(1, 1)] and scripted.num_resumes == 0
     if isinstance(scripted, StreamingDaemon):
         assert scripted.num_streams == 1
+
+
+def test_an_answer_that_arrives_while_the_asyncio_session_moves_to_another_daemon_is_not_taken(
+    daemon: tuple[ScriptedDaemon, str],
+) -> None:
+    """Its step is not in what the resume under way says that we hold."""
+    scripted, target = daemon
+
+    async def scenario() -> "tuple[str, int]":
+        async with AsyncClient(target) as client, await open_async_session(client) as opened:
+            scripted.faults = ["restarts"]
+            opened.begin_step()
+            reply = await opened.step(block_pb2.StepRequest())
+            return reply.boot_id, opened.epoch
+
+    assert asyncio.run(scenario()) == ("next boot", 2)
+    assert scripted.seen == [(1, 1, 0), (2, 1, 0)]
+    assert scripted.applied == [(1, 0)]

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -93,6 +95,43 @@ def test_a_step_under_way_when_the_daemon_is_killed_is_applied_once(own_daemon: 
             assert pool.status().counts.num_held_blocks == 22, "once each"
             session.idle()
         client.delete_pool("under-way", force=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_of_the_former_daemon_is_not_taken_after_the_session_has_moved_on(
+    own_daemon: LocalDaemon, way: str
+) -> None:
+    """Applied, answered, and not read yet when a resume in the background says what we hold: without that step."""
+    with own_daemon, Client(own_daemon.target) as client:
+        pool = client.open_pool(PoolRequest(name="answered", plan=tiny_plan(64), model="tiny"))
+        with pool.open_session(**WAYS[way]) as session:
+            session.begin_step()
+            first = session.table.new_sequence(1, HASHES)
+            session.table.admit(first, num_tokens=NUM_TOKENS)
+            session.table.flush()
+            epoch = session.epoch
+            session.begin_step()
+            second = session.table.new_sequence(2)
+            session.table.admit(second, num_tokens=NUM_TOKENS)
+            session.table.submit()
+            _until(lambda: pool.status().counts.num_held_blocks == 22, "the daemon applied it")
+            own_daemon.kill()
+            own_daemon.start()
+            _until(lambda: session.epoch > epoch, "the background resumed")
+            (admission,) = session.table.collect().admitted
+            assert admission.sequence is second and len(second.tables[0]) == 11
+            assert pool.status().counts.num_held_blocks == 22, "once each"
+            assert not set(first.tables[0]) & set(second.tables[0])
+            session.idle()
+        client.delete_pool("answered", force=True)
+
+
+def _until(is_so: Callable[[], bool], what: str) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.02)
+    pytest.fail(f"not in 20 s: {what}")
 
 
 def test_an_asyncio_session_outlives_its_daemon_too(own_daemon: LocalDaemon) -> None:

@@ -6,7 +6,14 @@ from array import array
 import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
-from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached, restore_order
+from kvhold_server.pool.restore import (
+    HeldSequence,
+    RecordedBlocks,
+    reassert,
+    reassert_again,
+    restore_cached,
+    restore_order,
+)
 from kvhold_server.pool.values import Completed, Removed
 from tests.model.by_hand import HandPool
 
@@ -115,6 +122,21 @@ def test_a_session_gets_its_tables_back_shared_and_private_blocks_alike() -> Non
     extended = pool.extend(first, 1, slots_needed=16, processed_tokens=12)
     assert extended.new_blocks[0][0] not in (7, 9, 20, 21, 22)
     pool.free(second, 1)
+    pool.check_invariants()
+
+
+def test_what_is_said_again_is_compared_and_nothing_more_is_given() -> None:
+    """The first answer was lost; another session may have taken what the first time was free."""
+    pool = restored(*chain("a", [7, 9]))
+    session, other = pool.open_session(), pool.open_session()
+    said = [held(1, [7, 9, 20]), held(2, [9, 21], "b"), held(3, [22], "c")]
+    assert reassert(pool, session, said).lost.keys() == {2}
+    pool.admit(other, 1, num_tokens=20 * SIZE, token_budget=1000, hashes=[])
+    counts = pool.counts()
+    assert reassert_again(pool, session, said) == [2]
+    assert pool.counts() == counts
+    assert reassert_again(pool, session, [said[0], held(3, [22, 23], "c")]) == [3]
+    assert pool.tables(session, 1) == [[7, 9, 20]] and pool.counts().sequences == counts.sequences - 1
     pool.check_invariants()
 
 

@@ -157,7 +157,11 @@ async def test_a_session_comes_back_with_what_it_holds(directory: Path) -> None:
         daemon.check()
         counts = daemon.node.pools["p"].pool.counts()
         assert (counts.held, counts.sequences) == (6, 2)
-        resumed_session = ClientSession(daemon, resumed)
+        again = await daemon.sessions.OpenSession(request)
+        assert again.outcome == session_pb2.OPEN_SESSION_OUTCOME_REASSERTED
+        assert list(again.lost_sequence_ids) == [3], "the first answer may have been lost: it is told again"
+        assert daemon.node.pools["p"].pool.counts() == counts
+        resumed_session = ClientSession(daemon, again)
         resumed_session.next_step = session.next_step
         answer = await resumed_session.step(
             extend=block_pb2.ExtendItems(sequence_ids=[2], slots_needed=[60], publish_tokens=[32])
@@ -166,6 +170,8 @@ async def test_a_session_comes_back_with_what_it_holds(directory: Path) -> None:
         assert answer.extend.block_ids[0] not in {*first, *second}
         await resumed_session.step()
         assert await hit_tokens(daemon, 7, 8) == 32
+        later = session_pb2.OpenSessionRequest(pool="p", resume_token=again.resume_token, held=held)
+        assert (await daemon.sessions.OpenSession(later)).outcome == session_pb2.OPEN_SESSION_OUTCOME_RESUMED
         daemon.check()
 
 

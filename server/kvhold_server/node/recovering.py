@@ -24,7 +24,7 @@ from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.node.live_pool import LivePool
 from kvhold_server.node.step_values import StepCommand
 from kvhold_server.node.warm_restart import WarmRestart
-from kvhold_server.pool.restore import HeldSequence, reassert
+from kvhold_server.pool.restore import HeldSequence, reassert, reassert_again
 from kvhold_server.sessions.session import Session
 from kvhold_server.sessions.session_table import SessionTable
 
@@ -90,7 +90,9 @@ class Recovering:
                 raise PoolRecovering(pool, num_missing)
 
     def take_up(self, live: LivePool, session: Session, held: list[HeldSequence]) -> tuple[int, ...]:
-        """A former session says what it holds; returns the sequences that it lost."""
+        """A former session says what it holds, perhaps again; returns the sequences that it lost."""
+        if not session.must_reassert:
+            return tuple(reassert_again(live.pool, session.slot, held))
         result = reassert(live.pool, session.slot, held, is_outdated=session.is_outdated)
         live.note(None, live.pool.take_events())  # hashes behind a gap go before they are published again
         live.note(result.completed, ())

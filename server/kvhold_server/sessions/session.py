@@ -90,6 +90,7 @@ class Session:
     end_cause: EndCause | None = None
     was_restored: bool = False  # a former daemon opened it: this one has not seen its earlier steps
     must_reassert: bool = False  # restored after a restart: its client has not yet said what it holds
+    may_reassert_again: bool = False  # it said so, and was not heard since: the answer may be lost
     is_outdated: bool = False  # the node's to set: it may hold sequences of contents that were replaced
     token_digest: bytes = field(default=b"", repr=False)
     previous_token_digest: bytes = field(default=b"", repr=False)  # good until the newest one is known to have arrived

@@ -46,7 +46,8 @@ class Opened:
     session: Session
     resume_token: str
     is_new: bool  # False: a retried open, or a resume
-    must_reassert: bool = False  # a resume after a restart: apply what the client says it holds, then `reasserted`
+    must_reassert: bool = False  # a resume after a restart: apply what the client says it holds, then `reasserted`;
+    # said again, since the answer was lost: compare
     lost_sequence_ids: tuple[int, ...] = ()  # what could not be given back to it then
 
 
@@ -136,14 +137,14 @@ class SessionTable:
             session=session,
             resume_token=credentials.resume_token,
             is_new=False,
-            must_reassert=session.must_reassert,
+            must_reassert=session.must_reassert or session.may_reassert_again,
         )
 
     def reasserted(self, session_id: str) -> None:
-        """What a restored session's client holds was applied."""
+        """What a restored session's client holds was applied. Until it acts, it may say so again."""
         session = self._unasserted.pop(session_id, None)
         if session is not None:
-            session.must_reassert = False
+            session.must_reassert, session.may_reassert_again = False, True
 
     def restore(self, restored: RestoredSession, now_s: float) -> Session:
         """At start: a session of the former tenure may be resumed within grace. Raises TooManySessions."""
@@ -350,6 +351,7 @@ class SessionTable:
             raise SessionFenced(short_id(session_id), epoch, session.epoch, why)
         if session.fresh_token:
             self._tokens.arrived(session)
+            session.may_reassert_again = False
         return session
 
     def _break(self, session: Session, now_s: float) -> None:
