@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from stage import Cores, Daemon, choose_cores, daemon
@@ -32,15 +34,7 @@ MAX_FAIRNESS = 3.0
 def schedule(options: argparse.Namespace) -> dict[str, float]:
     """Decodes for a while and returns what a step took. Body of a worker process."""
     client = Client(options.target)
-    groups = (GroupShape(kind="full", block_size_tokens=BLOCK),)
-    pool = client.open_pool(
-        PoolRequest(
-            name=options.pool,
-            simulated_groups=groups,
-            simulated_num_blocks=options.blocks,
-            max_model_len_tokens=1 << 20,
-        )
-    )
+    pool = client.open_pool(simulated(options.pool, options.blocks))
     session = pool.open_session(
         client_name=f"scale-{os.getpid()}",
         local_transport=options.transport == "local",
@@ -89,6 +83,14 @@ def schedule(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def simulated(name: str, num_blocks: int) -> PoolRequest:
+    """A pool of plain blocks, without memory."""
+    groups = (GroupShape(kind="full", block_size_tokens=BLOCK),)
+    return PoolRequest(
+        name=name, simulated_groups=groups, simulated_num_blocks=num_blocks, max_model_len_tokens=1 << 20
+    )
+
+
 def _digest(number: int) -> bytes:
     return os.getpid().to_bytes(8, "big") + number.to_bytes(HASH_BYTES - 8, "big")
 
@@ -125,9 +127,8 @@ def row(label: str, found: dict[str, float], live: Daemon) -> str:
     )
 
 
-def schedulers(live: Daemon, cores: Cores, steps: int) -> list[str]:
+def schedulers(live: Daemon, cores: Cores, steps: int) -> Iterator[str]:
     """1 to 8 of them share a pool and, but for the daemon's, a core."""
-    lines = []
     for num in (1, 2, 4, 8):
         workers = [
             start(live, cores.scheduler, pool="shared", running=256, steps=steps, blocks=200_000, think_ms=5)
@@ -137,27 +138,23 @@ def schedulers(live: Daemon, cores: Cores, steps: int) -> list[str]:
         together = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
         together["steps_per_s"] = sum(each["steps_per_s"] for each in found)
         together["p99_us"] = max(each["p99_us"] for each in found)
-        lines.append(row(f"{num} schedulers, one pool", together, live))
-    return lines
+        yield row(f"{num} schedulers, one pool", together, live)
 
 
-def sizes(live: Daemon, cores: Cores, steps: int) -> list[str]:
+def sizes(live: Daemon, cores: Cores, steps: int) -> Iterator[str]:
     """Blocks, running sequences, pools."""
-    lines = []
     for blocks in (10_000, 100_000, 1_000_000):
         found = one(live, cores, pool=f"blocks-{blocks}", running=256, steps=steps, blocks=blocks)
-        lines.append(row(f"{blocks:,} blocks, 256 running", found, live))
+        yield row(f"{blocks:,} blocks, 256 running", found, live)
     for running in (16, 256, 1024, 4096):
         found = one(live, cores, pool=f"running-{running}", running=running, steps=steps, blocks=400_000)
-        lines.append(row(f"{running} running", found, live))
+        yield row(f"{running} running", found, live)
     with Client(live.target) as client:
         for num in (1, 4, 16):
             for i in range(num):
-                groups = (GroupShape(kind="full", block_size_tokens=BLOCK),)
-                client.open_pool(PoolRequest(name=f"pool-{i}", simulated_groups=groups, simulated_num_blocks=100_000))
+                client.open_pool(simulated(f"pool-{i}", 100_000))
             found = one(live, cores, pool=f"many-{num}", running=256, steps=steps, blocks=100_000)
-            lines.append(row(f"{num} more pools, 256 running", found, live))
-    return lines
+            yield row(f"{num} more pools, 256 running", found, live)
 
 
 def fairness(live: Daemon, cores: Cores, steps: int) -> tuple[str, float]:
@@ -200,7 +197,7 @@ def main() -> int:
         return 0
     cores = choose_cores()
     with daemon(cores) as live:
-        for line in [*schedulers(live, cores, options.steps), *sizes(live, cores, options.steps)]:
+        for line in chain(schedulers(live, cores, options.steps), sizes(live, cores, options.steps)):
             print(line, flush=True)
         text, ratio = fairness(live, cores, options.steps)
         print(f"fairness: {text}: {ratio:.1f}× (at most {MAX_FAIRNESS:g}×)")
