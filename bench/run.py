@@ -1,6 +1,6 @@
 """The whole measurement: kvhold beside the incumbent in one run, the table of targets, docs/performance.md.
 
-    make bench                 a subset, five to nine minutes, by the speed of the machine
+    make bench                 a subset, six to ten minutes, by the speed of the machine
     BENCH=full make bench      everything, about an hour
 
 Managers take turns within each round, pinned to one core, the daemon to another. Exit status 1: a target is missed by
