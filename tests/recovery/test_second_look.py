@@ -1,5 +1,6 @@
 """A table looked at from a second process: the same verdict, and nothing lost without that process."""
 
+import errno
 import random
 import sys
 from pathlib import Path
@@ -70,6 +71,14 @@ def test_without_a_second_process_this_one_looks(tmp_path: Path, monkeypatch: py
     table = table_with(tmp_path / "t", seed=1, num_torn=2)
     assert SecondLook.begin(table.path, NUM_BLOCKS) is None
     assert fill_from(table, CONFIG).found.num_torn == 2
+
+
+def test_without_a_file_for_the_verdict_this_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("os.memfd_create", refused)
+    assert fill_from(table_with(tmp_path / "t", seed=1, num_torn=2), CONFIG).found.num_torn == 2
 
 
 @pytest.mark.parametrize("end", ["kill", "terminate"])

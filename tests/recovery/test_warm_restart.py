@@ -175,6 +175,28 @@ async def test_a_session_comes_back_with_what_it_holds(directory: Path) -> None:
         daemon.check()
 
 
+@pytest.mark.parametrize("character", ["x", '"', "\U0001f600"])
+async def test_the_longest_names_fit_into_a_sessions_record(directory: Path, character: str) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request(name="p" * 128))
+        await daemon.sessions.OpenSession(
+            session_pb2.OpenSessionRequest(pool="p" * 128, client_name=character * 128, tenant=character * 64)
+        )
+    async with posix(directory) as daemon:
+        (session,) = daemon.node.sessions.sessions()
+        assert session.request.tenant == character * 64
+
+
+async def test_control_characters_in_names_are_refused_and_nothing_is_left(directory: Path) -> None:
+    """Else the record of such a session would not fit, neither when it opens nor when it expires."""
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        for name in ("client_name", "tenant"):
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{name}: .*control characters"):
+                await daemon.sessions.OpenSession(session_pb2.OpenSessionRequest(pool="p", **{name: "\x01" * 64}))
+        assert daemon.node.sessions.num_open() == 0
+
+
 async def test_nothing_is_handed_out_until_every_former_session_has_come_back_or_is_given_up(directory: Path) -> None:
     async with posix(directory) as daemon:
         await daemon.pools.OpenPool(pool_request())

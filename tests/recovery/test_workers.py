@@ -8,6 +8,7 @@ import pytest
 
 from kvhold.v1 import pool_pb2, session_pb2
 from kvhold_server.domain.ids import PoolName, SessionId
+from kvhold_server.memory.record_slots import RecordSlots, _read_all
 from kvhold_server.sessions.quarantine import Evidence
 from tests.recovery.test_warm_restart import directory, fill, pool_request, posix
 from tests.rpc.harness import RunningDaemon
@@ -43,6 +44,28 @@ async def test_a_worker_that_took_the_memory_by_name_is_waited_for_after_restart
             assert unwatched(daemon, session_id) == [
                 "worker of rank 0" if named else "worker of rank 0 that named no session"
             ]
+
+
+async def test_at_no_moment_of_a_restart_is_such_a_worker_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may be killed again between any two stores."""
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await fill(daemon)
+        await export(daemon, session.opened.session_id)
+    void = RecordSlots._void
+    num_left: list[int] = []
+
+    def watched(records: RecordSlots, slot: int) -> None:
+        void(records, slot)
+        if records._file.path.name == "workers":
+            num_left.append(len(_read_all(records._file, records._slot_bytes)))
+
+    monkeypatch.setattr(RecordSlots, "_void", watched)
+    async with posix(directory) as daemon:
+        assert unwatched(daemon, session.opened.session_id) == ["worker of rank 0"]
+        assert num_left and all(num_left), num_left
 
 
 async def test_readers_and_workers_that_are_watched_since_are_not_waited_for(directory: Path) -> None:

@@ -96,3 +96,40 @@ async def test_a_path_that_leaves_no_room_for_the_inner_one_is_named(short_dir: 
     with pytest.raises(SocketPathUnusable, match="at most 107"):
         async with running(short_dir, admin_socket=path):
             pass
+
+
+async def test_whoever_hangs_up_at_once_is_named_all_the_same(
+    daemon: RunningDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection ends while its call is being carried out, at one moment or another."""
+    with caplog.at_level(logging.INFO, "kvhold.audit"):
+        for i in range(50):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(admin_path(daemon))
+                client.sendall(http2_call("EvictBlocks", pb.EvictBlocksRequest(pool="p").SerializeToString()))
+                await asyncio.sleep(i * 1e-4)
+            await asyncio.sleep(0.01)
+    lines = [record.message for record in caplog.records if "action=evict_blocks" in record.message]
+    assert lines and all(f"caller=uid={os.getuid()} gid={os.getgid()} pid={os.getpid()} " in line for line in lines)
+
+
+def http2_call(method: str, message: bytes) -> bytes:
+    """All that a client must say for one call of AdminService: preface, settings, headers, data."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/kvhold.v1.AdminService/{method}",
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    block = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in headers.items()
+    )
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    data = b"\0" + len(message).to_bytes(4, "big") + message
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, block) + frame(0, 1, 1, data)

@@ -41,7 +41,10 @@ class SecondLook:
         """None where there is nothing to be gained, or no process to be had."""
         if num_blocks < MIN_BLOCKS or len(os.sched_getaffinity(0)) < 2:
             return None
-        fd = os.memfd_create("kvhold.verdict", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create("kvhold.verdict", os.MFD_CLOEXEC)
+        except OSError:
+            return None
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(path), str(fd)]
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(fd,))

@@ -9,8 +9,9 @@ A relay's own socket has a name that no other one has (the kernel picks it), and
                           └──▶ admin.sock.in ──▶ gRPC, whose peer is "unix-abstract:0003f"
                                                    └──▶ caller_of ──▶ "uid=1000 gid=1000 pid=4711"
 
-The credentials are those of the moment when the connection was made. Administrators' calls are few and slow: what the
-relay costs them is some 100 µs. Engines never come here.
+The credentials are those of the moment when the connection was made. They are known for a while after its end: a call
+may be carried out although its caller has just hung up. Administrators' calls are few and slow: what the relay costs
+them is some 100 µs. Engines never come here.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from kvhold_server.rpc.fd_peer import Peer, check_peer, peer_of
 
 INNER_SUFFIX = ".in"
 MAX_CONNECTIONS = 256
+MAX_PAST = 4096  # connections that are remembered after their end
 READ_BYTES = 1 << 16
 CLOSE_WAIT_S = 1.0
 UNKNOWN = "unknown"
@@ -37,13 +39,14 @@ class AdminDoor:
         self.inner = Path(f"{path}{INNER_SUFFIX}")
         self._group_gid = os.getegid() if group_gid < 0 else group_gid
         self._callers: dict[str, Peer] = {}  # name of a relay's socket, as gRPC has it → who is behind it
+        self._past: dict[str, Peer] = {}  # the same of relays that are over, oldest first
         self._relays: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
 
     def caller_of(self, grpc_peer: str) -> str:
         """Who made the connection on which gRPC has this peer."""
-        peer = self._callers.get(grpc_peer)
+        peer = self._callers.get(grpc_peer) or self._past.get(grpc_peer)
         return f"uid={peer.uid} gid={peer.gid} pid={peer.pid or UNKNOWN}" if peer else f"{UNKNOWN} ({grpc_peer})"
 
     def start(self, listener: socket.socket) -> None:
@@ -82,9 +85,8 @@ class AdminDoor:
 
     async def _relay(self, outer: socket.socket) -> None:
         """One connection, until either side ends it."""
-        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         name = ""
-        with outer, inner, suppress(OSError, KvholdError):
+        with outer, suppress(OSError, KvholdError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
             outer.setblocking(False)
             inner.setblocking(False)
             peer = peer_of(outer)
@@ -100,7 +102,16 @@ class AdminDoor:
                 for way in ways:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
-        self._callers.pop(name, None)
+        self._remember(name)
+
+    def _remember(self, name: str) -> None:
+        """Its connection is over."""
+        peer = self._callers.pop(name, None)
+        if peer is not None:
+            self._past.pop(name, None)  # now it is the newest
+            self._past[name] = peer
+        if len(self._past) > MAX_PAST:
+            del self._past[next(iter(self._past))]
 
 
 async def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -122,9 +122,10 @@ def _watch(node: Node, warm: WarmRestart, record: WorkerRecord) -> FormerWorker 
     found = None
     is_here = PoolName(record.pool) in node.pools
     if not record.pid:  # it took the memory by name
-        warm.workers.drop(record.key)
-        if is_here:
+        if is_here:  # recorded again under the same key, in one change: it is never forgotten in between
             node.worker_mapped(PoolName(record.pool), record.rank, record.session_id, 0, is_watched=False)
+        else:
+            warm.workers.drop(record.key)
         return None
     pid_fd = open_pidfd(record.pid) if is_here else -1
     if pid_fd >= 0:

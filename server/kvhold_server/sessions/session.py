@@ -65,6 +65,8 @@ class OpenRequest:
         for name, value, low, high in bounds:
             if not low <= len(value) <= high:
                 raise InvalidField(name, value[:high], f"must have {low}..{high} characters")
+            if any(character < " " for character in value):  # six bytes each in a record of bounded size; and for logs
+                raise InvalidField(name, value, "must not have control characters")
         if not 0 <= self.pid < 2**31:
             raise InvalidField("pid", self.pid, "must be 0..2147483647")
 
