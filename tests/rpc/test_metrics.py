@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvhold.v1 import block_pb2
 from kvhold_server.http import MAX_CONNECTIONS, REQUEST_TIMEOUT_S
 from kvhold_server.observe.routes import CACHE_S
+from kvhold_server.observe.take import Observer
 from tests.rpc.harness import RunningDaemon, refused, running
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -89,6 +90,16 @@ async def test_eight_pools_stay_under_a_thousand_lines(short_dir: Path) -> None:
             await daemon.open_pool(f"pool-{i}")
         _, text = await get(daemon)
         assert len(text.splitlines()) < 1000
+
+
+async def test_of_two_views_at_once_the_second_lacks_nothing(short_dir: Path) -> None:
+    """A page and a scrape in the first moment of a daemon."""
+    async with running(short_dir) as daemon:
+        await daemon.open_pool()
+        await daemon.open_session()
+        observer = Observer(daemon.node, "1")
+        for view in await asyncio.gather(observer.take(), observer.take()):
+            assert view.backends and len(view.sessions) == 1
 
 
 async def test_http_serves_known_pages_only(short_dir: Path) -> None:

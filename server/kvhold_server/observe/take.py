@@ -43,15 +43,17 @@ class Observer:
         self._backends: tuple[BackendView, ...] = ()
         self._devices: tuple[DeviceView, ...] = ()
         self._slow_at_s = float("-inf")
+        self._looking = asyncio.Lock()  # who comes while another looks takes what that one finds
         self._residency: dict[str, ResidencyHistograms] = {}
         self._pictures: dict[str, PlanPicture] = {}
 
     async def take(self) -> NodeView:
         """The whole picture: each pool as of one moment; sessions and devices may be two seconds old."""
         node = self._node
-        if node.now_s - self._slow_at_s >= SLOW_PERIOD_S:
-            self._slow_at_s = node.now_s
-            await self._look_at_slow()
+        async with self._looking:
+            if node.now_s - self._slow_at_s >= SLOW_PERIOD_S:
+                await self._look_at_slow()
+                self._slow_at_s = node.now_s
         views = [view async for view in self._pool_views()]
         snapshot = Snapshot(
             boot_id=node.boot_id,
