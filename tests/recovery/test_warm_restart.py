@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 from kvhold.v1 import block_pb2, pool_pb2, session_pb2
+from kvhold_server.domain.ids import PoolName
 from kvhold_server.memory.block_table import RECORDS_OFFSET, record_size_bytes
 from kvhold_server.memory.segment_names import instance_digest
 from tests.rpc.harness import ClientSession, RunningDaemon, digest, llama, refused, running
@@ -185,6 +187,19 @@ async def test_the_longest_names_fit_into_a_sessions_record(directory: Path, cha
     async with posix(directory) as daemon:
         (session,) = daemon.node.sessions.sessions()
         assert session.request.tenant == character * 64
+
+
+async def test_sessions_of_before_are_waited_for_although_fewer_are_allowed_by_now(directory: Path) -> None:
+    """A session that is not remembered holds nothing: its blocks would be given to others while it writes to them."""
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        sessions = [await daemon.open_session() for _ in range(3)]
+        limits = daemon.daemon.config.limits
+    async with posix(directory, limits=replace(limits, max_sessions=1)) as daemon:
+        known = {session.session_id for session in daemon.node.sessions.unasserted(PoolName("p"))}
+        assert known == {session.opened.session_id for session in sessions}
+        refusal = await refused(daemon.sessions.OpenSession(session_pb2.OpenSessionRequest(pool="p")))
+        assert refusal.reason == "TOO_MANY_SESSIONS"
 
 
 async def test_control_characters_in_names_are_refused_and_nothing_is_left(directory: Path) -> None:

@@ -45,7 +45,8 @@ class RecordSlots:
     def open(
         cls, path: Path, *, max_records: int, slot_bytes: int = 1024, hit: Callable[[str], None] | None = None
     ) -> tuple["RecordSlots", dict[str, dict[str, Any]]]:
-        """The file, new if there is none that can be used, and the records by key that a former daemon left in it.
+        """The file, new if there is none that can be used, and the records by key that a former daemon left in it: all
+        of them, also where the bound was lowered since.
 
         Raises ShmTooSmall, SystemCallFailed.
         """
@@ -55,8 +56,9 @@ class RecordSlots:
         except (FileNotFoundError, RegionMismatch):
             pass
         else:
-            former = dict(list(_read_all(old, slot_bytes).items())[:max_records])
+            former = _read_all(old, slot_bytes)
             old.close()
+        max_records = max(max_records, len(former))
         image = b"".join(
             _packed(key, fields, slot, slot).ljust(slot_bytes, b"\0")
             for slot, (key, fields) in enumerate(former.items())

@@ -109,6 +109,7 @@ class SessionTable:
         earlier = self._by_request.get(request.key) if request.request_id else None
         if earlier is not None:
             return self._opened_before(earlier, now_s)
+        self._check_room(request.tenant)
         session = self._admit(request, credentials.session_id, now_s)
         self._tokens.give(session, credentials.resume_token)
         if request.request_id:
@@ -147,7 +148,9 @@ class SessionTable:
             session.must_reassert, session.may_reassert_again = False, True
 
     def restore(self, restored: RestoredSession, now_s: float) -> Session:
-        """At start: a session of the former tenure may be resumed within grace. Raises TooManySessions."""
+        """At start: a session of the former tenure may be resumed within grace. There is room for it, whatever the
+        bound is by now: nobody may be given what it holds.
+        """
         session = self._admit(restored.request, restored.session_id, now_s)
         session.epoch = restored.epoch
         session.must_reassert = session.was_restored = True
@@ -310,7 +313,6 @@ class SessionTable:
     # ------------------------------------------------------------------ private
     def _admit(self, request: OpenRequest, session_id: SessionId, now_s: float) -> Session:
         assert session_id not in self._sessions and session_id not in self._ends, "session ids are never reused"
-        self._check_room(request.tenant)
         self._num_opened += 1
         session = Session(
             session_id=session_id,
