@@ -104,3 +104,14 @@ def test_one_core_or_a_small_table_is_not_worth_a_process(tmp_path: Path, monkey
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(second_look, "MIN_BLOCKS", NUM_BLOCKS + 1)
     assert SecondLook.begin(path, NUM_BLOCKS) is None
+
+
+def test_a_damaged_stamp_costs_the_order_and_nothing_else(tmp_path: Path) -> None:
+    """It is not covered by the checksum; what is recorded after it must still have room to count."""
+    table = table_with(tmp_path / "t", seed=3)
+    (block, *_) = table.scan().blocks
+    table._file.words[(RECORDS_OFFSET + block * table._header.record_size_bytes) // 8 + 1] = 2**64 - 1
+    expected = table.scan().blocks
+    table.record([block], [block % 3], [block.to_bytes(16, "big")], [16])
+    table.touch([block])
+    assert table.scan().blocks == expected

@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 MAX_HASH_BYTES: Final = 64
 FIRST_GENERATION: Final = 1
+MAX_STAMP: Final = 2**63  # no block was ever used so often: a larger one is damaged, and leaves none to count on with
 
 # Places between two stores, for tests that stop the daemon there (see kvhold_server/failpoints.py).
 RECORD_VOIDED: Final = "block_table.record_voided"
@@ -242,7 +243,7 @@ class BlockTable:
         torn = set(verdict.torn)
         outdated = [block for block in records.outdated if block not in torn]
         self.forget(filter(None, chain(torn, outdated)))
-        self._stamp = verdict.newest_stamp + 1
+        self._stamp = min(verdict.newest_stamp, MAX_STAMP) + 1
         kept = [block not in torn for block in records.blocks] if torn else None
         return RecoveredBlocks(
             blocks=_kept(records.blocks, kept),
