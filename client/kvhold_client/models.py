@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvhold.v1 import plan_pb2
 
 GIB = 1 << 30
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,13 @@ def model_plan_request(
     """The plan request of a known model with `memory_bytes` for the cache on each rank.
 
     `num_ranks` is the tensor-parallel size: heads are split over the ranks, at least one on each. `auto_fit` reduces
-    the length to what fits. Raises KeyError for an unknown name and ValueError for an unknown layout or strategy.
+    the length to what fits. Raises KeyError for an unknown name and ValueError for an unknown layout or strategy, or
+    for heads that cannot be split so.
     """
     model = MODELS[name]
+    heads = model.num_kv_heads
+    if num_ranks < 1 or (heads % num_ranks and num_ranks % heads):
+        raise ValueError(f"{name} has {heads} heads: they cannot be split over {num_ranks} ranks")
     request = plan_pb2.PlanRequest(
         config=plan_pb2.PlannerConfig(
             strategy=plan_pb2.Strategy.Value(f"STRATEGY_{strategy.upper()}"),

@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     raise_descriptor_limit()
     try:
         asyncio.run(serve(config))
+    except ConfigError as error:
+        print(f"kvhold serve: {error}", file=sys.stderr)
+        return 2
     except KvholdError as error:
         print(f"kvhold serve: {error.reason()}: {error}", file=sys.stderr)
         return 1

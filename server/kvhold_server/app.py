@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import grpc
 
 from kvhold_server.backends import make_backends
 from kvhold_server.config import ServerConfig, split_host_port
+from kvhold_server.domain.errors import PreconditionFailed
 from kvhold_server.http import HttpServer
 from kvhold_server.node.node import Node
 from kvhold_server.node.node_values import Shell
@@ -56,6 +58,15 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 BUSY_SLEEP_S = 0.001
+
+
+@dataclass(eq=False)
+class StateDirectoryUnusable(PreconditionFailed):
+    """Nothing can be kept there for the next daemon."""
+
+    template = "state_dir {path}: {problem}; name another, or keep nothing with --no-keep-pools"
+    path: str
+    problem: str
 
 
 class Daemon:
@@ -307,14 +318,17 @@ def _open_state(config: ServerConfig, boot_id: str, hit: Callable[[str], None] |
     """What a former daemon left and a later one will find; None: this daemon leaves nothing."""
     if not config.keep_pools:
         return None
-    return WarmRestart(
-        config.state_path,
-        boot_id=boot_id,
-        max_sessions=config.limits.max_sessions,
-        max_workers=config.limits.max_exports,
-        max_tenants=config.limits.max_tenants,
-        hit=hit,
-    )
+    try:
+        return WarmRestart(
+            config.state_path,
+            boot_id=boot_id,
+            max_sessions=config.limits.max_sessions,
+            max_workers=config.limits.max_exports,
+            max_tenants=config.limits.max_tenants,
+            hit=hit,
+        )
+    except OSError as error:
+        raise StateDirectoryUnusable(str(config.state_path), error.strerror or str(error)) from None
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:

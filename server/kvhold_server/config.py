@@ -145,10 +145,13 @@ def _check_socket_path(origin: str, name: str, path: str, suffix: str) -> None:
 
 
 def check_listeners(config: ServerConfig) -> None:
-    """Raises ConfigError if no engine could reach a daemon of this configuration."""
+    """Raises ConfigError if no engine could reach a daemon of this configuration, or two listeners meet."""
     if not config.socket and not config.tcp:
         remedy = "nobody could reach a daemon without socket and tcp; e.g. --socket /run/kvhold/kvhold.sock"
         raise ConfigError("default", "socket", "", remedy)
+    if config.socket and config.socket == config.admin_socket:
+        remedy = "must differ from socket; empty: AdminService on the engines' socket"
+        raise ConfigError("--admin-socket", "admin_socket", config.admin_socket, remedy)
 
 
 def _prefixed(limits: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,36 @@ def test_the_environment_names_the_target_and_a_flag_overrides_it(tmp_path: Path
     assert "flag.sock" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "value"), [("KVHOLD_OUTPUT", "xml"), ("KVHOLD_TIMEOUT_S", "soon")])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("pools --timeout 0", "above 0"),
+        ("top --interval -1", "above 0"),
+        ("plan --model llama-3.1-8b --tp 0", "8 heads"),
+        ("plan --model llama-3.1-8b --tp 3", "8 heads"),
+        ("plan --model llama-3.1-8b --dtype fp8", "--dtype goes with --hf-config"),
+        ("plan --model llama-3.1-8b --pp 2", "--pp goes with --hf-config"),
+        ("plan --model llama-3.1-8b --state-cache all", "--state-cache goes with --hf-config"),
+        ("replay t.jsonl --layout foo", "invalid choice"),
+        ("replay t.jsonl --backend foo", "invalid choice"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_refused_before_anything_starts(
+    args: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args.split(), {}) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["config", "--help"], ["config", "show", "--help"]])
+def test_config_explains_itself(args: "list[str]", capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args, {}) == 0
+    assert "usage: kvhold config show" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("KVHOLD_OUTPUT", "xml"), ("KVHOLD_TIMEOUT_S", "soon"), ("KVHOLD_TIMEOUT_S", "-1")]
+)
 def test_a_bad_variable_is_named(name: str, value: str) -> None:
     done = run("pools", **{name: value})
     assert done.returncode == 2

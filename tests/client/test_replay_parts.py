@@ -13,8 +13,10 @@ from kvhold_client.mapping import RankLayout
 from kvhold_client.replay import counters as shared
 from kvhold_client.replay.metrics_page import MetricsPage
 from kvhold_client.replay.runner import RestartReport
+from kvhold_client.replay.scheduler import SchedulerLimits
 from kvhold_client.replay.summary import Summary, print_summary
 from kvhold_client.replay.trace import TraceError, TraceRow, UnitDigests, read_trace
+from kvhold_client.replay.worker import EXIT_FAILED, Job, main
 
 GOOD = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
 
@@ -197,3 +199,26 @@ def test_the_report_says_what_became_of_sessions_and_pool_when_the_daemon_was_re
 
 def test_the_report_is_silent_about_what_did_not_happen() -> None:
     assert not [line for line in report_of(num_reconnects=0) if "restarted" in line or "reconnects" in line]
+
+
+def test_a_scheduler_that_loses_its_daemon_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(
+        target=f"unix:{tmp_path / 'gone.sock'}",
+        pool="p",
+        client_name="scheduler-0",
+        trace=str(tmp_path / "t.jsonl"),
+        num_rows=1,
+        first_row=0,
+        stride=1,
+        counters=str(tmp_path / "counters"),
+        slot=0,
+        num_slots=1,
+        limits=SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=512, max_model_len_tokens=512),
+        stamp=False,
+    )
+    (tmp_path / "job.json").write_text(job.dump())
+    assert main(str(tmp_path / "job.json")) == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert "cannot be reached" in said and len(said.splitlines()) == 1

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,27 @@ def test_a_second_daemon_on_the_same_socket_says_who_has_it(daemon: LocalDaemon)
     assert str(daemon.socket_path) in done.stderr + done.stdout
     with Client(daemon.target) as client:
         assert client.capabilities().boot_id
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--state-dir", "/proc/no/such"], 1, "STATE_DIRECTORY_UNUSABLE: state_dir /proc/no/such"),
+        (["--socket-gid", "99999999999"], 1, "there is no group 99999999999"),
+        (["--metrics", "nowhere"], 2, "host:port"),
+        (["--tcp", "0.0.0.0:0"], 2, "--insecure"),
+    ],
+)
+def test_a_daemon_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, flags: list[str], code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvhold_server", "serve", "--socket", str(tmp_path / "k.sock"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=daemon_environment(),
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.glob("k.sock*"))

@@ -48,6 +48,8 @@ def test_bad_settings_name_origin_key_and_rule(
 def test_a_daemon_that_nobody_could_reach_is_refused() -> None:
     with pytest.raises(ConfigError, match="--socket"):
         check_listeners(load_config([], {}))
+    with pytest.raises(ConfigError, match="must differ from socket"):
+        check_listeners(load_config(["--socket", "/run/k.sock", "--admin-socket", "/run/k.sock"], {}))
     check_listeners(load_config(["--tcp", "127.0.0.1:0"], {}))
     check_listeners(load_config(["--socket", "/" + "x" * 100], {}))
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 from kvhold_client.cli.console import Console
-from kvhold_client.cli.exits import USAGE, CommandFailed
+from kvhold_client.cli.exits import OK, USAGE, CommandFailed
 from kvhold_client.local_daemon import daemon_environment
+
+USE = "usage: kvhold config show [--origin] [flags of serve]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Exit code of the daemon's answer. Raises CommandFailed if it is not installed."""
+    if args.rest[:1] in (["-h"], ["--help"]) or {"-h", "--help"} & set(args.rest[1:]):
+        console.print(
+            f"{USE}\n\nOne `name = value` a line, as a file for --config has it. `kvhold serve --help`: the flags."
+        )
+        return OK
     if not args.rest or args.rest[0] != "show":
-        console.error("usage: kvhold config show [--origin] [flags of serve]")
+        console.error(USE)
         return USAGE
     if importlib.util.find_spec("kvhold_server") is None:
         raise CommandFailed("the daemon is not installed here: pip install 'kvhold[server]'")

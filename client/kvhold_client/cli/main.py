@@ -21,6 +21,7 @@ from typing import Protocol, cast
 from kvhold_client import __version__
 from kvhold_client.cli.console import Console
 from kvhold_client.cli.exits import FAILED, OK, UNREACHABLE, USAGE, CommandFailed, UsageError
+from kvhold_client.cli.units import parse_seconds
 from kvhold_client.errors import KvholdError, Unreachable
 from kvhold_client.target import SOCKET_VARIABLE, TARGET_VARIABLE, default_target
 
@@ -118,7 +119,9 @@ def _parse(
     common = parser.add_argument_group("common")
     common.add_argument("--target", metavar="T", help="unix:/path/to/socket or host:port (KVHOLD_TARGET)")
     common.add_argument("-o", "--output", choices=OUTPUTS, help="table for people, json for programs (KVHOLD_OUTPUT)")
-    common.add_argument("--timeout", type=float, metavar="S", help="seconds to wait for an answer (KVHOLD_TIMEOUT_S)")
+    common.add_argument(
+        "--timeout", type=parse_seconds, metavar="S", help="seconds to wait for an answer (KVHOLD_TIMEOUT_S)"
+    )
     module.add_arguments(parser)
     args = parser.parse_args(rest)
     args.output = args.output or env.get(OUTPUT_VARIABLE, "table")
@@ -138,9 +141,9 @@ def _end_in_order(number: int, frame: FrameType | None) -> None:
 def _timeout(env: Mapping[str, str]) -> float:
     text = env.get(TIMEOUT_VARIABLE)
     try:
-        return float(text) if text else DEFAULT_TIMEOUT_S
-    except ValueError:
-        raise UsageError(f"{TIMEOUT_VARIABLE} = {text!r}: must be a number of seconds") from None
+        return parse_seconds(text) if text else DEFAULT_TIMEOUT_S
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{TIMEOUT_VARIABLE}: {error}") from None
 
 
 def _help() -> str:

@@ -22,12 +22,12 @@ from kvhold_client.cli.units import parse_bytes
 from kvhold_client.client import Client
 from kvhold_client.hf_config import plan_request_from_hf_config, read_hf_config
 from kvhold_client.local_daemon import LocalDaemon, socket_answers
-from kvhold_client.models import GIB, MODELS, model_plan_request
+from kvhold_client.models import GIB, LAYOUTS, MODELS, model_plan_request
 from kvhold_client.plan import Plan
 
 MAX_FILE_BYTES = 32 * 1024 * 1024
-LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 STRATEGIES = ("modern", "legacy", "compact")
+HF_CONFIG_ONLY = {"dtype": "auto", "pp": 1, "state_cache": "none"}  # flag → default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", "--ranks", dest="ranks", type=int, default=1, metavar="N", help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages, with --hf-config (default 1)")
     parser.add_argument(
-        "--dtype", default="auto", metavar="T", help="of keys and values, e.g. fp8 (default: the model's)"
+        "--dtype",
+        default="auto",
+        metavar="T",
+        help="of keys and values, with --hf-config, e.g. fp8 (default: the model's)",
     )
-    parser.add_argument("--state-cache", default="none", metavar="M", help="recurrent states: none, align or all")
+    parser.add_argument(
+        "--state-cache", default="none", metavar="M", help="recurrent states, with --hf-config: none, align or all"
+    )
     parser.add_argument("--auto-fit", action="store_true", help="shorten the longest request to what fits")
     parser.add_argument("--max-groups", type=int, metavar="N", help="with compact: block tables per request at most")
     parser.add_argument("--keep-layout", action="store_true", help="with compact: do not exchange L and B")
@@ -91,17 +96,23 @@ def _from_file(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
 
 
 def _from_model(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
-    return MODELS[args.model].title, model_plan_request(
-        args.model,
-        memory_bytes=args.memory,
-        block_size_tokens=args.block_size,
-        max_model_len_tokens=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        layout=args.layout,
-        strategy=args.strategy,
-        num_ranks=args.ranks,
-        auto_fit=args.auto_fit,
-    )
+    for flag, value in HF_CONFIG_ONLY.items():
+        if getattr(args, flag) != value:
+            raise UsageError(f"--{flag.replace('_', '-')} goes with --hf-config; a model named by --model has its own")
+    try:
+        return MODELS[args.model].title, model_plan_request(
+            args.model,
+            memory_bytes=args.memory,
+            block_size_tokens=args.block_size,
+            max_model_len_tokens=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            layout=args.layout,
+            strategy=args.strategy,
+            num_ranks=args.ranks,
+            auto_fit=args.auto_fit,
+        )
+    except ValueError as error:
+        raise UsageError(f"--tp: {error}") from None
 
 
 def _from_hf_config(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:

@@ -17,8 +17,8 @@ from kvhold_client.cli.replay_sequential import run_sequentially
 from kvhold_client.cli.units import format_bytes, format_count, format_seconds, parse_bytes
 from kvhold_client.client import Client
 from kvhold_client.local_daemon import DaemonFailed, LocalDaemon
-from kvhold_client.models import GIB, MODELS, model_plan_request
-from kvhold_client.pools import PoolRequest
+from kvhold_client.models import GIB, LAYOUTS, MODELS, model_plan_request
+from kvhold_client.pools import BACKENDS, PoolRequest
 from kvhold_client.replay.counters import SharedCounters, percentile_s
 from kvhold_client.replay.progress import ProgressLine
 from kvhold_client.replay.runner import Replay, ReplayPlan
@@ -43,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="SIZE", help="of the pool (default: half of what is free, at most 4GiB)"
     )
-    parser.add_argument("--layout", default="LBNHC", help="order of the axes (default LBNHC)")
-    parser.add_argument("--backend", default="default", help="memory backend; fake: count blocks, write no bytes")
+    parser.add_argument("--layout", choices=LAYOUTS, default="LBNHC", help="order of the axes (default LBNHC)")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="default", help="memory backend; fake: count blocks, write no bytes"
+    )
     parser.add_argument("--schedulers", type=int, default=2, metavar="N", help="processes (default 2)")
     parser.add_argument("--live", type=int, default=16, metavar="N", help="requests at once on each (default 16)")
     parser.add_argument(

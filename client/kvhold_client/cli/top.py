@@ -9,7 +9,7 @@ from kvhold_client.cli.console import Console, table_lines
 from kvhold_client.cli.exits import OK
 from kvhold_client.cli.sessions import HEADERS as SESSION_HEADERS
 from kvhold_client.cli.sessions import session_row
-from kvhold_client.cli.units import format_bytes, format_count, format_share
+from kvhold_client.cli.units import format_bytes, format_count, format_share, parse_seconds
 from kvhold_client.client import Client
 from kvhold_client.pools import PoolInfo
 from kvhold_client.results import SessionInfo
@@ -31,7 +31,9 @@ class Sample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--interval, --once."""
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between screens (default 1)")
+    parser.add_argument(
+        "--interval", type=parse_seconds, default=1.0, metavar="S", help="seconds between screens (default 1)"
+    )
     parser.add_argument("--once", action="store_true", help="print one screen and end")
 
 

@@ -1,6 +1,7 @@
 """Sizes and counts between people and numbers."""
 
 import argparse
+import math
 import re
 
 _UNITS = {"": 1, "B": 1}
@@ -16,6 +17,17 @@ def parse_bytes(text: str) -> int:
     if not found or found[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 40GiB, 512MiB or a number of bytes")
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def parse_seconds(text: str) -> float:
+    """ "0.5": a time to wait, above 0. Raises ArgumentTypeError, for argparse."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def format_bytes(size: float) -> str:

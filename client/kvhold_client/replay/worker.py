@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhold_client.client import Client
+from kvhold_client.errors import KvholdError
 from kvhold_client.replay.counters import DONE, SKIPPED, SharedCounters
 from kvhold_client.replay.forward import Forward
 from kvhold_client.replay.scheduler import Scheduler, SchedulerLimits
 from kvhold_client.replay.stamps import Stamper
 from kvhold_client.replay.trace import TraceRow, read_trace
 
+EXIT_FAILED = 1
 EXIT_MISMATCH = 5
 
 
@@ -79,5 +81,14 @@ def run(job: Job) -> int:
     return EXIT_MISMATCH if mismatches else 0
 
 
+def main(path: str) -> int:
+    """Runs the job in that file. What the daemon or the way to it refuses is one line, not a traceback."""
+    try:
+        return run(Job.load(Path(path).read_text()))
+    except KvholdError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+
+
 if __name__ == "__main__":
-    sys.exit(run(Job.load(Path(sys.argv[1]).read_text())))
+    sys.exit(main(sys.argv[1]))

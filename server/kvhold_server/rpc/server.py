@@ -93,10 +93,16 @@ class SocketClaim:
         return cls(path, lock)
 
     def open_to_group(self, gid: int) -> None:
-        """Lets the group in, after binding."""
+        """Lets the group in, after binding. Raises SocketPathUnusable."""
         os.chmod(self.path, SOCKET_MODE)
-        if gid >= 0:
+        if gid < 0:
+            return
+        try:
             os.chown(self.path, -1, gid)
+        except OverflowError:
+            raise SocketPathUnusable(str(self.path), f"there is no group {gid}") from None
+        except OSError as error:
+            raise SocketPathUnusable(str(self.path), f"cannot be given to group {gid}: {error.strerror}") from None
 
     def release(self) -> None:
         """Removes socket and lock."""
