@@ -56,7 +56,7 @@ from kvhold_server.sessions.lease import LeaseTerms
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 1.0
+STOP_GRACE_S = 0.3  # for calls under way after the drain; an idle stream makes every stop last so long
 BUSY_SLEEP_S = 0.001
 
 
