@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvhold_client.errors import Exhausted, KvholdError
+from kvhold_client.errors import Exhausted, KvholdError, Unreachable
 from kvhold_client.pools import PoolRequest
 from kvhold_server.memory import block_table, record_slots
 from tests.chaos.world import World, plan_request
@@ -106,6 +106,8 @@ def fill_memory(world: World, choice: random.Random) -> bool:
         world.tally.unexpected.append("a pool was made on a full file system")
     except Exhausted:
         pass
+    except Unreachable:  # a failpoint has just killed the daemon: nobody was there to refuse
+        return False
     except KvholdError as error:
         world.tally.unexpected.append(f"a full file system is answered with {error}")
     finally:
