@@ -121,6 +121,7 @@ def main() -> int:
         ]
         for process in clients:
             process.start()
+            stack.callback(process.terminate)  # before the daemon ends: they would look for it for its grace period
         looks = watch(daemon, Path(name), done, share * NUM_CLIENTS)
         for process in clients:
             process.join()

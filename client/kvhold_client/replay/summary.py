@@ -171,7 +171,8 @@ def _requests(s: Summary) -> str:
     if s.num_skipped:
         parts.append(f"{format_count(s.num_skipped)} skipped (longer than the model's length)")
     if s.num_left_out:
-        parts.append(f"{format_count(s.num_left_out)} left out (--max-prompt-tokens)")
+        why = "" if s.failures else " (--max-prompt-tokens)"
+        parts.append(f"{format_count(s.num_left_out)} not run{why}")
     return ", ".join(parts)
 
 

@@ -150,7 +150,7 @@ class RegionExists(AlreadyExists):
 class InstanceInUse(AlreadyExists):
     """Another live daemon owns the memory of this instance."""
 
-    template = "{lock_path} is locked by a live daemon (pid {pid}); stop it or use another instance directory"
+    template = "{lock_path} is locked by a live daemon (pid {pid}); stop it or use another --state-dir"
     lock_path: str
     pid: int
 
