@@ -21,7 +21,7 @@ from kvhold_client.leash import leashed
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory.errors import DriverCallFailed
 from kvhold_server.memory.segment_names import instance_digest
-from kvhold_server.pool.restore import RecordedBlocks, restore_cached
+from kvhold_server.pool.restore import RecordedBlocks, restore_cached, restore_order
 from tests.model.by_hand import HandPool
 from tests.rpc.harness import RunningDaemon, llama, refused, running
 
@@ -126,6 +126,7 @@ def test_dmn_05_cleaning_up_costs_what_the_client_held_not_what_the_pool_holds()
     tokens = array("i", [16]) * len(cached)
     columns = RecordedBlocks(blocks=cached, groups=[0] * len(cached), hashes=hashes, key_tokens=tokens)
     restore_cached(pool, columns)
+    restore_order(pool, cached)
     session = pool.open_session()
     pool.admit(session, 1, num_tokens=1600, token_budget=1600, hashes=[b"own %12d" % i for i in range(100)])
     started = time.process_time()

@@ -106,6 +106,7 @@ def test_records_that_this_pool_has_no_place_for_are_refused() -> None:
     pool = HandPool(config(num_reserved_low_blocks=4))
     rows = [(4, 0, b"reserved", 4), (40, 0, b"beyond--", 4), (9, 1, b"group---", 4), (8, 0, b"fine----", 4)]
     assert restore_cached(pool, recorded(*rows)) == [4, 40, 9]
+    restore_order(pool, [4, 40, 9, 8])
     assert pool.counts().cached == 1
     pool.check_invariants()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, MambaMode, PoolConfig
-from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached
+from kvhold_server.pool.restore import HeldSequence, RecordedBlocks, reassert, restore_cached, restore_order
 from kvhold_server.pool.values import Completed, Removed, Status
 from tests.model.by_hand import HandPool
 
@@ -72,6 +72,7 @@ class Recorder:
             key_tokens=array("i", [row[3] for row in columns]),
         )
         assert restore_cached(after, found) == []
+        restore_order(after, found.blocks)
         return after
 
 

@@ -107,7 +107,7 @@ class RecordedBlocks:
 
 
 def restore_cached(pool: Pool, recorded: RecordedBlocks) -> list[int]:
-    """Makes recorded blocks findable in a pool that nobody uses yet; `restore_order` says in which order they go.
+    """Makes recorded blocks findable in a pool that nobody uses yet; `restore_order` must follow: it frees them.
 
     Returns blocks that were not taken, because this pool has no place for them. O(blocks of the pool).
     """
@@ -125,7 +125,6 @@ def restore_cached(pool: Pool, recorded: RecordedBlocks) -> list[int]:
     store.num_cached = len(recorded.blocks) - len(refused)
     store.has_others = True
     store.version += 1
-    restore_order(pool, recorded.blocks)
     return refused
 
 
