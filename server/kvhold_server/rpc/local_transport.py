@@ -18,7 +18,6 @@ Bounds: connections, frame size, unsent replies (a client that does not read is 
 import asyncio
 import errno
 import logging
-import os
 import socket
 import struct
 from collections import OrderedDict
@@ -28,9 +27,10 @@ from pathlib import Path
 from kvhold.v1 import block_pb2 as pb
 from kvhold_server.node.recovering import PoolRecovering
 from kvhold_server.node.telemetry import Telemetry
-from kvhold_server.rpc.fd_peer import BACKLOG
+from kvhold_server.rpc.fd_peer import listen
 from kvhold_server.rpc.framed_calls import OK, Answer, FramedMethod, refusal
 from kvhold_server.rpc.interceptors import MalformedMessage, MessageTooLarge
+from kvhold_server.rpc.server import SOCKET_MODE
 from kvhold_server.rpc.services.blocks import BlockService
 
 logger = logging.getLogger(__name__)
@@ -93,18 +93,8 @@ class LocalTransport:
     async def start(self) -> None:
         """Binds with mode 0660. The daemon's socket lock guards the path: what lies there is a dead daemon's."""
         self.path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.setblocking(False)
-        old_umask = os.umask(0o117)
-        try:
-            listener.bind(str(self.path))
-        finally:
-            os.umask(old_umask)
-        if self._gid is not None:
-            os.chown(self.path, -1, self._gid)
-        listener.listen(BACKLOG)  # after a restart all schedulers come at once
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._listener = listen(self.path, mode=SOCKET_MODE, group_gid=-1 if self._gid is None else self._gid)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
         """Cuts every connection; clients find the daemon again through gRPC."""
