@@ -200,7 +200,7 @@ class AsyncSession:
     async def flush(self, *, token_budget: int = 0, force: bool = False) -> StepOutcome:
         """The table's queue: planned, sent, applied."""
         request = self.table.plan_step(token_budget=token_budget, force=force)
-        return StepOutcome() if request is None else self.table.apply(await self.step(request))
+        return self.table.take_known() if request is None else self.table.apply(await self.step(request))
 
     async def idle(self) -> None:
         """As Session.idle."""

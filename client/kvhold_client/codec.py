@@ -10,7 +10,7 @@ from kvhold_client.layout import Placement
 from kvhold_client.plan import Plan, PlannedGroup, PlannedRank, PlanWarning
 from kvhold_client.rank_layout import rank_layout_from_message
 from kvhold_client.results import Bound, Capabilities, PrefixStats, SessionInfo
-from kvhold_client.shape import GroupShape, PoolShape
+from kvhold_client.shape import NEVER, GroupShape, PoolShape
 from kvhold_client.step_reply import decode_counts
 
 __all__ = [
@@ -159,6 +159,7 @@ def decode_shape(m: pool_pb2.Pool) -> PoolShape:
         groups=groups,
         hash_size_bytes=m.hash_size_bytes,
         hash_block_size_tokens=m.hash_block_size_tokens,
+        max_model_len_tokens=m.max_model_len_tokens or NEVER,
     )
 
 

@@ -36,13 +36,14 @@ class Mirror:
         self.completed_step = 0
         self.paged = [(g, group.block_size_tokens) for g, group in enumerate(shape.groups) if group.paged]
         self._forgetful = [(g, group) for g, group in enumerate(shape.groups) if group.forgets]
+        self.forgets = bool(self._forgetful)
         is_plain = len(shape.groups) == len(self.paged) == 1 and not self._forgetful
-        self._only_block_size = self.paged[0][1] if is_plain else 0  # 0: not that plain
+        self.only_block_size = self.paged[0][1] if is_plain else 0  # 0: not that plain
 
     def take_extends(self, extending: list[Sequence], columns: Columns, reply: StepReply, outcome: StepOutcome) -> None:
         """Of the sequences that asked, in the order of their items."""
         statuses = reply.extend_statuses
-        if self._only_block_size and statuses.count(_OK) == len(columns.rows):
+        if self.only_block_size and statuses.count(_OK) == len(columns.rows):
             self._take_plain_extends(extending, columns, reply, outcome)
             return
         num_groups, at = self.shape.num_groups, 0
@@ -72,7 +73,7 @@ class Mirror:
         self, extending: list[Sequence], columns: Columns, reply: StepReply, outcome: StepOutcome
     ) -> None:
         """The usual step, without a call per sequence."""
-        at, size, ids = 0, self._only_block_size, reply.extend_block_ids
+        at, size, ids = 0, self.only_block_size, reply.extend_block_ids
         counts, all_new = reply.extend_num_new_blocks, outcome.new_block_ids
         step, completed_step = self.step, self.completed_step
         for sequence, row, num in zip(extending, columns.rows, counts, strict=True):
@@ -90,7 +91,37 @@ class Mirror:
                 if publish > sequence.num_tokens:
                     sequence.num_tokens = publish
             all_new.append([new])
-        outcome.extended = extending.copy()
+        outcome.extended += extending
+
+    def missing_blocks(self, sequence: Sequence, slots_needed: int) -> list[int]:
+        """Per group, what an extend would take."""
+        return [max(0, -(-slots_needed // size) - len(sequence.tables[g])) for g, size in self.paged]
+
+    def take_plainly(self, sequence: Sequence, blocks: list[int], publish: int) -> None:
+        """As `take_drawn`, in a pool of one group that forgets nothing."""
+        table = sequence.tables[0]
+        table += blocks
+        sequence.quiet_tokens = len(table) * self.only_block_size
+        if publish > sequence.published_tokens:  # as _note_published
+            if sequence.publish_step <= self.completed_step:
+                sequence.proven_tokens = sequence.published_tokens
+            sequence.published_tokens, sequence.publish_step = publish, self.step
+            if publish > sequence.num_tokens:
+                sequence.num_tokens = publish
+
+    def take_drawn(
+        self, sequence: Sequence, missing: list[int], blocks: list[int], processed: int, publish: int
+    ) -> list[list[int]]:
+        """An extend that was served from the allotment; returns its new table entries, per group."""
+        new, at = [], 0
+        for table, num in zip(sequence.tables, missing, strict=True):
+            drawn = blocks[at : at + num]
+            at += num
+            table += drawn
+            new.append(drawn)
+        self._note_published(sequence, publish)
+        self._settle(sequence, processed)
+        return new
 
     def _not_extended(self, i: int, sequence: Sequence, status: int, columns: Columns, outcome: StepOutcome) -> None:
         """Sorts out an item that was not applied; a refused one still gave up what had left its windows."""
@@ -153,8 +184,8 @@ class Mirror:
     def _settle(self, sequence: Sequence, processed_tokens: int) -> None:
         """After a change of tables: forgets what left the windows, and computes how long the sequence may be silent."""
         tables = sequence.tables
-        if self._only_block_size:
-            sequence.quiet_tokens = len(tables[0]) * self._only_block_size
+        if self.only_block_size:
+            sequence.quiet_tokens = len(tables[0]) * self.only_block_size
             return
         quiet = min((len(tables[g]) * size for g, size in self.paged), default=0)
         for g, group in self._forgetful:

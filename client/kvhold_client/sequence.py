@@ -27,6 +27,7 @@ class Sequence:
         "hashes",
         "is_known",
         "num_hashes",
+        "num_hashes_drawn",
         "num_hashes_sent",
         "num_prompt_tokens",
         "num_tokens",
@@ -48,6 +49,7 @@ class Sequence:
         self.hashes = bytearray(hashes)
         self.num_hashes = num_hashes
         self.num_hashes_sent = 0
+        self.num_hashes_drawn = 0  # behind those: they wait for the next request, with what the sequence drew
         self.num_tokens = 0  # known tokens, as last said
         self.num_prompt_tokens = 0  # as said when it asked to be admitted
         self.is_known = False  # the daemon remembers something of it
@@ -61,9 +63,17 @@ class Sequence:
         self.hashes += digests
         self.num_hashes += num_hashes
 
+    def unsent(self, hash_size_bytes: int) -> tuple[bytes | bytearray, int]:
+        """Digests that are in no request yet, and their number."""
+        num_said = self.num_hashes_sent + self.num_hashes_drawn
+        num = self.num_hashes - num_said
+        if not num:
+            return b"", 0
+        return self.hashes[num_said * hash_size_bytes :] if num_said else self.hashes, num
+
     def forget_blocks(self) -> None:
         """It holds nothing any more."""
-        self.quiet_tokens = 0
+        self.quiet_tokens = self.num_hashes_drawn = 0
         self.tables = []
         self.released = []
         self.published_tokens = self.publish_step = self.proven_tokens = 0

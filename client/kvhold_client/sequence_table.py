@@ -17,7 +17,9 @@ A scheduler's step, with preemption of the last one running and a queue behind:
         table.ask_again(outcome)
         outcome = table.flush(…)
 
-Finished sequences are free items of the next request, which come first in it. The table is not thread-safe, knows no
+Finished sequences are free items of the next request, which come first in it. A session that has its pool to itself
+draws blocks from what the daemon's last answer allotted, and says so with the next request (foresight.py): then most
+steps send nothing, though sequences grow. The table is not thread-safe, knows no
 transport (`send` is handed in) and no clock; asyncio callers use `plan_step` and `apply` around an awaited rpc.
 """
 
@@ -26,8 +28,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
+from kvhold_client.drawing import Drawing
 from kvhold_client.errors import InvalidRequest
+from kvhold_client.foresight import MAX_ALLOTTED_BLOCKS, AdmitAsk
 from kvhold_client.mirror import Mirror
+from kvhold_client.results import ItemStatus
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import Ahead, StepBuilder
@@ -54,9 +59,10 @@ class SequenceTable:
         ahead: Ahead | None = None,
         guard: AbstractContextManager[object] | None = None,
         max_silent_steps: int = 16,
+        max_allotted_blocks: int = MAX_ALLOTTED_BLOCKS,
     ) -> None:
-        """`max_silent_steps`: finished sequences and completed steps are reported at the latest after so many steps in
-        which nothing else had to be said; 0 reports at once."""
+        """`max_silent_steps`: what was finished, completed or drawn is reported at the latest after so many steps in
+        which nothing else had to be said; 0 reports at once. `max_allotted_blocks`: 0 draws none."""
         self.shape = shape
         self.sequences: dict[int, Sequence] = {}
         self.step = 0
@@ -74,7 +80,12 @@ class SequenceTable:
         self._extending: list[Sequence] = []
         self._admitting: list[Sequence] = []
         self._admit_hashes: list[int] = []  # num_hashes at the time of asking, parallel to _admitting
+        self._admit_options: list[dict[str, Any]] = []  # as asked, parallel to _admitting
         self._mirror = Mirror(shape)
+        self._drawing = Drawing(shape, self._mirror, self._builder)
+        self._foresight = self._drawing.foresight
+        self.max_allotted_blocks = max_allotted_blocks if shape.grows_plainly else 0
+        self._known = StepOutcome()  # what this step changed, or will not, without asking
 
     # ------------------------------------------------------------------------------------------------ asking
     def new_sequence(self, sequence_id: int, hashes: bytes | bytearray = b"") -> Sequence:
@@ -91,6 +102,8 @@ class SequenceTable:
         assert step > self.step
         assert self.completed_step <= completed_step < step
         self.step, self.completed_step = step, completed_step
+        self._mirror.step, self._mirror.completed_step = step, completed_step
+        self._foresight.begin_step()
         self._num_silent_steps += 1
 
     def extend(
@@ -105,11 +118,12 @@ class SequenceTable:
         """Queues a running sequence's need. Call it only beyond `quiet_tokens`; below it is right, and wasteful."""
         if self._is_flying:
             self._land()
+        if self._foresight.is_open and not (options or self._extending):
+            with self._guard:
+                if self._drawing.serve(sequence, slots_needed, processed_tokens, publish_tokens, self._known):
+                    return
         columns = self._builder.extend_items
-        hashes: bytes | bytearray = b""
-        num_hashes = 0
-        if sequence.num_hashes > sequence.num_hashes_sent:
-            hashes, num_hashes = self._unsent(sequence)
+        hashes, num_hashes = sequence.unsent(self.shape.hash_size_bytes)
         row = (sequence.sequence_id, slots_needed, processed_tokens, publish_tokens, num_hashes)
         if hashes or options:
             columns.append(row, hashes, options)
@@ -130,6 +144,7 @@ class SequenceTable:
         self._builder.admit_items.append((sequence.sequence_id, num_tokens, num_hashes), hashes, options)
         self._admitting.append(sequence)
         self._admit_hashes.append(sequence.num_hashes)
+        self._admit_options.append(options)
         sequence.num_tokens = num_tokens
         sequence.num_prompt_tokens = options.get("num_prompt_tokens") or num_tokens
 
@@ -161,20 +176,12 @@ class SequenceTable:
         if self._is_flying:
             self._land()
         if sequence.is_known:
-            hashes, _ = self._unsent(sequence)
+            hashes, _ = sequence.unsent(self.shape.hash_size_bytes)
             options = {name: True for name, value in (("fence_own", fence_own), ("preempted", preempted)) if value}
+            self._foresight.forget()
             self._builder.free(sequence.sequence_id, publish_tokens=computed_tokens, hashes=hashes, **options)
             sequence.num_hashes_sent = sequence.num_hashes
         sequence.forget_blocks()
-
-    def _unsent(self, sequence: Sequence) -> tuple[bytes | bytearray, int]:
-        """Digests that the daemon has not seen, and their number."""
-        num = sequence.num_hashes - sequence.num_hashes_sent
-        if not num:
-            return b"", 0
-        if not sequence.num_hashes_sent:
-            return sequence.hashes, num
-        return sequence.hashes[sequence.num_hashes_sent * self.shape.hash_size_bytes :], num
 
     # ----------------------------------------------------------------------------------------------- sending
     def plan_step(self, *, token_budget: int = 0, force: bool = False) -> pb.StepRequest | None:
@@ -184,11 +191,14 @@ class SequenceTable:
         """
         if self._is_flying:
             self._land()
+        if self._admitting:
+            self._refuse_again(token_budget)
         urgent = self._extending or self._admitting
         overdue = force or self._num_silent_steps > self._max_silent_steps
         if not urgent and not (overdue and self._has_news()):
             return None
         self._builder.token_budget = token_budget
+        self._builder.max_allotted_blocks = self._foresight.wanted(self.max_allotted_blocks)
         self._num_silent_steps = 0
         return self._builder.encode()
 
@@ -197,7 +207,35 @@ class SequenceTable:
         assert self._send is not None, "this table has no session: use plan_step and apply"
         with self._guard:
             request = self.plan_step(token_budget=token_budget, force=force)
-            return StepOutcome() if request is None else self.apply(self._send(request))
+            return self.take_known() if request is None else self.apply(self._send(request))
+
+    def take_known(self) -> StepOutcome:
+        """What this step changed where `plan_step` had nothing to send: blocks that were drawn, refusals that stand."""
+        outcome, self._known = self._known, StepOutcome()
+        return outcome
+
+    def _refuse_again(self, token_budget: int) -> None:
+        """Answers those who ask to be admitted, where the answer is known."""
+        if self._known.refused_extends:
+            refusal = ItemStatus.NOT_TRIED
+        elif not self._extending and self._foresight.refuses(self._first_admit(token_budget), self.step):
+            refusal = ItemStatus.OUT_OF_BLOCKS
+        else:
+            return
+        self._known.admit_refusal = refusal
+        self._known.not_admitted += self._admitting
+        self._clear_admits()
+
+    def _first_admit(self, token_budget: int, i: int = 0) -> AdmitAsk:
+        sequence, options = self._admitting[i], self._admit_options[i]
+        num_tokens = self._builder.admit_items.rows[i][1]
+        return AdmitAsk(sequence=sequence, num_tokens=num_tokens, options=options, token_budget=token_budget)
+
+    def _clear_admits(self) -> None:
+        self._admitting.clear()
+        self._admit_hashes.clear()
+        self._admit_options.clear()
+        self._builder.admit_items.clear()
 
     def submit(self, *, token_budget: int = 0, force: bool = False) -> bool:
         """The first half of `flush`: sends what is queued and returns at once; False if nothing must be said now.
@@ -218,7 +256,7 @@ class SequenceTable:
         if self._is_flying:
             self._land()
         outcome, self._landed = self._landed, None
-        return outcome or StepOutcome()
+        return outcome or self.take_known()
 
     def _land(self) -> None:
         assert self._ahead is not None
@@ -236,31 +274,47 @@ class SequenceTable:
 
         Raises InvalidRequest for items that contradict themselves: a bug of the caller. The rest is applied even then.
         """
-        outcome = StepOutcome(reply=reply)
-        mirror = self._mirror
-        mirror.step, mirror.completed_step = self.step, self.completed_step
+        outcome, mirror = self.take_known(), self._mirror
+        outcome.reply = reply
+        self._drawing.told()
+        self._foresight.learn(reply)
         if self._extending:
             mirror.take_extends(self._extending, self._builder.extend_items, reply, outcome)
             self._extending.clear()
         if self._admitting:
             mirror.take_admits(self._admitting, self._admit_hashes, reply, outcome)
-            self._admitting.clear()
-            self._admit_hashes.clear()
+            self._note_refusal(outcome)
+            self._clear_admits()
         self._builder.clear()
         self._reported_step, self._reported_completed = self.step, self.completed_step
         if reply.has_problems and any(problem.reason not in _EXPECTED for problem in reply.problems):
             raise _caller_bug(reply)
         return outcome
 
+    def _note_refusal(self, outcome: StepOutcome) -> None:
+        """Who stands first in the queue now, if it was refused for want of blocks."""
+        if outcome.admit_refusal is not ItemStatus.OUT_OF_BLOCKS:
+            self._foresight.was_admitted()
+            return
+        first = self._admitting.index(outcome.not_admitted[0])
+        budget = self._builder.token_budget
+        if budget:
+            budget -= sum(admission.granted_tokens for admission in outcome.admitted)
+        self._foresight.was_refused(self._first_admit(budget, first), self.step + self._max_silent_steps)
+
     # --------------------------------------------------------------------------------- after a daemon's restart
     def held_sequences(self) -> Iterator[HeldSequence]:
-        """What to re-assert when the daemon restarted: every running sequence, with what is proven to be written."""
+        """What to re-assert when the daemon restarted: every running sequence, with what is proven to be written.
+
+        From here on nothing is drawn before the next answer: it would not be in what is said."""
+        self._foresight.forget()
         for sequence in list(self.sequences.values()):  # another thread may ask
             if sequence.state is SequenceState.RUNNING:
                 yield sequence.held(self.completed_step, self.shape.hash_size_bytes)
 
     def lose(self, sequence_ids: Iterable[int]) -> list[Sequence]:
         """Marks sequences that the daemon could not give back, and forgets what it remembered of waiting ones."""
+        self._foresight.forget()
         named = (self.sequences.get(i) for i in sequence_ids)
         lost = [one for one in named if one is not None and one.state is SequenceState.RUNNING]  # not let go meanwhile
         for sequence in lost:
@@ -274,7 +328,7 @@ class SequenceTable:
         """Raises AssertionError if the mirror contradicts itself. For tests."""
         for sequence_id, sequence in self.sequences.items():
             assert sequence.sequence_id == sequence_id
-            assert sequence.num_hashes_sent <= sequence.num_hashes
+            assert sequence.num_hashes_sent + sequence.num_hashes_drawn <= sequence.num_hashes
             assert len(sequence.hashes) == sequence.num_hashes * self.shape.hash_size_bytes
             assert bool(sequence.tables) == (sequence.state is SequenceState.RUNNING)
             for g, size in self._mirror.paged:

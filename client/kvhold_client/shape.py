@@ -70,8 +70,14 @@ class PoolShape:
     groups: tuple[GroupShape, ...]
     hash_size_bytes: int
     hash_block_size_tokens: int
+    max_model_len_tokens: int = NEVER  # no table covers more
 
     @property
     def num_groups(self) -> int:
         """Tables of each sequence."""
         return len(self.groups)
+
+    @property
+    def grows_plainly(self) -> bool:
+        """Extends take nothing but new blocks, as many as the slots say."""
+        return all(group.paged and group.kind != "mamba" for group in self.groups)

@@ -80,6 +80,9 @@ class StepBuilder:
         self._hash_size_bytes = hash_size_bytes
         self.free_items = Columns("sequence_ids", "publish_tokens", "num_hashes")
         self.extend_items = Columns("sequence_ids", "slots_needed", "processed_tokens", "publish_tokens", "num_hashes")
+        self.drawn_items = Columns("sequence_ids", "slots_needed", "processed_tokens", "publish_tokens", "num_hashes")
+        self.num_drawn_blocks = 0
+        self.max_allotted_blocks = 0
         self.admit_items = Columns("sequence_ids", "num_tokens", "num_hashes")
         self.lookup_items = Columns("num_tokens", "num_hashes")
         self.invalid_block_ids: list[int] = []
@@ -92,6 +95,7 @@ class StepBuilder:
         """Nothing was asked for."""
         return not (
             self.free_items.rows
+            or self.drawn_items.rows
             or self.extend_items.rows
             or self.admit_items.rows
             or self.lookup_items.rows
@@ -134,8 +138,9 @@ class StepBuilder:
 
     def clear(self) -> None:
         """Forgets all items."""
-        for columns in (self.free_items, self.extend_items, self.admit_items, self.lookup_items):
+        for columns in (self.drawn_items, self.free_items, self.extend_items, self.admit_items, self.lookup_items):
             columns.clear()
+        self.num_drawn_blocks = self.max_allotted_blocks = 0
         self.invalid_block_ids.clear()
         self.token_budget = 0
 
@@ -143,6 +148,11 @@ class StepBuilder:
         """The message without session and step. It is reused: send it before the next `encode`."""
         message = self._message
         message.Clear()
+        if self.max_allotted_blocks:
+            message.max_allotted_blocks = self.max_allotted_blocks
+        if self.drawn_items.rows:
+            message.num_drawn_blocks = self.num_drawn_blocks
+            self.drawn_items.fill(message.drawn)
         if self.free_items.rows:
             self.free_items.fill(message.free)
         if self.extend_items.rows:

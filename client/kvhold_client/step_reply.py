@@ -124,6 +124,21 @@ class StepReply:
         ]
 
     @property
+    def is_only_session(self) -> bool:
+        """Nobody else changes the pool until this session's next request."""
+        return self._message.is_only_session
+
+    @property
+    def allotted_block_ids(self) -> list[int]:
+        """Blocks that the session may draw by itself, front first."""
+        return list(self._message.allotted_block_ids)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that the session could be given now."""
+        return self._message.counts.num_available_blocks
+
+    @property
     def counts(self) -> PoolCounts:
         """The pool after the step."""
         return decode_counts(self._message.counts)

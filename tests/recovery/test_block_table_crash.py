@@ -30,6 +30,7 @@ class Model:
 
     records: dict[int, Record] = field(default_factory=dict)
     generation: int = 1
+    allotted: list[int] = field(default_factory=list)
 
 
 Operation = Callable[[BlockTable, Model], None]
@@ -61,6 +62,14 @@ def touching(blocks: list[int]) -> Operation:
     return lambda table, model: table.touch(blocks)
 
 
+def allotting(blocks: list[int]) -> Operation:
+    def apply(table: BlockTable, model: Model) -> None:
+        table.allot(blocks)
+        model.allotted = blocks
+
+    return apply
+
+
 def new_weights(table: BlockTable, model: Model) -> None:
     table.start_generation(identity_digest(f"weights {model.generation + 1}"))
     model.generation += 1
@@ -77,12 +86,13 @@ def script() -> list[Operation]:
     operations: list[Operation] = []
     for number in range(NUM_OPERATIONS):
         blocks = choice.sample(range(1, NUM_BLOCKS), choice.randint(1, 4))
-        kind = choice.choices(["record", "forget", "touch", "weights", "clean"], [60, 25, 8, 3, 4])[0]
+        kind = choice.choices(["record", "forget", "allot", "touch", "weights", "clean"], [50, 25, 10, 8, 3, 4])[0]
         records = {b: (b % 2, choice.randbytes(32), 16 * number + b) for b in blocks}
         operations.append(
             {
                 "record": recording(records),
                 "forget": forgetting(blocks),
+                "allot": allotting(blocks),
                 "touch": touching(blocks),
                 "weights": new_weights,
                 "clean": ending_in_order,
@@ -113,8 +123,10 @@ def run(path: Path, failpoints: Failpoints) -> list[Moment]:
     return moments
 
 
-def recover(path: Path, generation: int) -> dict[int, Record]:
+def recover(path: Path, generation: int, allotted: list[list[int]] | None = None) -> dict[int, Record]:
+    """`allotted`: what the table may say of that."""
     table = BlockTable.open(path, identity(generation), num_blocks=NUM_BLOCKS, hash_size_bytes=32)
+    assert allotted is None or table.allotted() in allotted
     found = table.scan()
     assert sorted(found.order) == found.blocks
     records = zip(found.groups, found.hashes, found.key_tokens, strict=True)
@@ -146,13 +158,19 @@ def check(path: Path, before: Model, after: Model) -> None:
 
 
 def recover_any(path: Path, before: Model, after: Model) -> dict[int, Record]:
-    """The table belongs to one of the two generations; whoever opens it knows only that."""
+    """The table belongs to one of the two generations; whoever opens it knows only that.
+
+    A list of allotted blocks that is torn is none: its client was not told of it, and has said what it drew before.
+    """
+    allotted = [before.allotted, after.allotted]
+    if before.allotted != after.allotted:
+        allotted.append([])
     try:
-        return recover(path, before.generation)
+        return recover(path, before.generation, allotted)
     except BlockTableUnusable:
         if before.generation == after.generation:
             raise
-        return recover(path, after.generation)
+        return recover(path, after.generation, allotted)
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ class Scheduler:
         with self.session.guard:
             request = self.table.plan_step(token_budget=token_budget)
             if request is None:
-                return StepOutcome()
+                return self.table.take_known()
             self._counters.put(self._slot, "in_call", 1)
             started = time.perf_counter_ns()
             reply = self.session.step(request)

@@ -547,6 +547,9 @@ class StepRequest(_message.Message):
     LOOKUP_FIELD_NUMBER: _builtins.int
     INVALIDATE_FIELD_NUMBER: _builtins.int
     REPORT_EVICTIONS_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
+    NUM_DRAWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_ALLOTTED_BLOCKS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """From OpenSession. REQUIRED."""
     epoch: _builtins.int
@@ -565,6 +568,12 @@ class StepRequest(_message.Message):
     """If set, must equal the daemon's. Lets a client notice a restart at once."""
     report_evictions: _builtins.bool
     """True: `evicted_hashes` is filled in the reply."""
+    num_drawn_blocks: _builtins.int
+    """Blocks that the items of `drawn` took together: the first ones of the allotment. Another number than they need is
+    INVALID_ARGUMENT, unless they need none: after a daemon's restart, re-asserted tables have their blocks already.
+    """
+    max_allotted_blocks: _builtins.int
+    """So many blocks, at most, may be allotted by the answer. 0: none."""
     @_builtins.property
     def free(self) -> Global___FreeItems:
         """Applied first."""
@@ -585,6 +594,14 @@ class StepRequest(_message.Message):
     def invalidate(self) -> Global___InvalidateItems:
         """Applied after free."""
 
+    @_builtins.property
+    def drawn(self) -> Global___ExtendItems:
+        """Extends that the client has already served from `StepResponse.allotted_block_ids` of its last answer, in the order in
+        which it drew; applied before everything else, as if each had been asked for in its time. Only sequence_ids (which
+        may repeat), slots_needed, processed_tokens, publish_tokens, num_hashes and hashes. They are never refused, and not
+        answered. The first request after an allotment must name all that was drawn: the rest of it is given back.
+        """
+
     def __init__(
         self,
         *,
@@ -600,10 +617,13 @@ class StepRequest(_message.Message):
         lookup: Global___LookupItems | None = ...,
         invalidate: Global___InvalidateItems | None = ...,
         report_evictions: _builtins.bool = ...,
+        drawn: Global___ExtendItems | None = ...,
+        num_drawn_blocks: _builtins.int = ...,
+        max_allotted_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "extend", b"extend", "free", b"free", "invalidate", b"invalidate", "lookup", b"lookup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "drawn", b"drawn", "extend", b"extend", "free", b"free", "invalidate", b"invalidate", "lookup", b"lookup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "boot_id", b"boot_id", "completed_step", b"completed_step", "epoch", b"epoch", "extend", b"extend", "free", b"free", "invalidate", b"invalidate", "lookup", b"lookup", "part", b"part", "report_evictions", b"report_evictions", "session_id", b"session_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "boot_id", b"boot_id", "completed_step", b"completed_step", "drawn", b"drawn", "epoch", b"epoch", "extend", b"extend", "free", b"free", "invalidate", b"invalidate", "lookup", b"lookup", "max_allotted_blocks", b"max_allotted_blocks", "num_drawn_blocks", b"num_drawn_blocks", "part", b"part", "report_evictions", b"report_evictions", "session_id", b"session_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -927,12 +947,18 @@ class StepResponse(_message.Message):
     EVICTED_HASHES_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
+    ALLOTTED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    IS_ONLY_SESSION_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """The daemon's tenure: another one means it restarted."""
     replayed: _builtins.bool
     """True: this is the stored answer of the first request with this (step, part)."""
     evicted_hashes: _builtins.bytes
     """With `report_evictions`: digests whose last block was taken, concatenated."""
+    is_only_session: _builtins.bool
+    """With `max_allotted_blocks`: the session has the pool to itself. Until its next request `num_available_blocks` falls by
+    what it draws, and changes by nothing else; who was refused for want of blocks would be refused again.
+    """
     @_builtins.property
     def num_freed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One entry per free item: the sequence's blocks that nobody else holds. 0: it held none, or was unknown."""
@@ -969,6 +995,14 @@ class StepResponse(_message.Message):
     def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___ItemProblem]:
         """Items that failed for reasons of their own, at most 100. Absent: none."""
 
+    @_builtins.property
+    def allotted_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The blocks that this session would be given next, in order: until its next request nobody else gets or hits them, and
+        it may serve its own running sequences from them, front first (see `StepRequest.drawn`). They count as free, or
+        cached, until then. Only if asked for, for the pool's only session, in pools of paged groups that draw nothing but
+        new blocks, without quotas; absent otherwise.
+        """
+
     def __init__(
         self,
         *,
@@ -984,10 +1018,12 @@ class StepResponse(_message.Message):
         evicted_hashes: _builtins.bytes = ...,
         counts: Global___PoolCounts | None = ...,
         problems: _abc.Iterable[Global___ItemProblem] | None = ...,
+        allotted_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_only_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "counts", b"counts", "extend", b"extend", "handoffs", b"handoffs", "lookup", b"lookup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "boot_id", b"boot_id", "copies", b"copies", "counts", b"counts", "evicted_hashes", b"evicted_hashes", "extend", b"extend", "handoffs", b"handoffs", "lookup", b"lookup", "num_freed_blocks", b"num_freed_blocks", "problems", b"problems", "replayed", b"replayed", "zero_block_ids", b"zero_block_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "allotted_block_ids", b"allotted_block_ids", "boot_id", b"boot_id", "copies", b"copies", "counts", b"counts", "evicted_hashes", b"evicted_hashes", "extend", b"extend", "handoffs", b"handoffs", "is_only_session", b"is_only_session", "lookup", b"lookup", "num_freed_blocks", b"num_freed_blocks", "problems", b"problems", "replayed", b"replayed", "zero_block_ids", b"zero_block_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

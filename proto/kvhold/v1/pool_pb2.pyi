@@ -513,6 +513,7 @@ class Pool(_message.Message):
     BEGAN_AS_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     plan_fingerprint: _builtins.str
@@ -537,6 +538,8 @@ class Pool(_message.Message):
     """Bytes of one block over all groups' layers of rank 0."""
     began_as: Global___OpenPoolOutcome.ValueType
     """What it held when this daemon opened it: RECOVERED or FRESH."""
+    max_model_len_tokens: _builtins.int
+    """Tables cover no more tokens than this, whatever is asked for. 0: an older daemon does not say."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """The plan. Left out by ListPools."""
@@ -597,10 +600,11 @@ class Pool(_message.Message):
         began_as: Global___OpenPoolOutcome.ValueType = ...,
         recovery: Global___Recovery | None = ...,
         groups: _abc.Iterable[Global___GroupOverride] | None = ...,
+        max_model_len_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["byte_format", b"byte_format", "content", b"content", "counts", b"counts", "options", b"options", "plan", b"plan", "prefix_stats", b"prefix_stats", "recovery", b"recovery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_as", b"began_as", "block_size_bytes", b"block_size_bytes", "byte_format", b"byte_format", "content", b"content", "content_generation", b"content_generation", "counts", b"counts", "group_block_size_tokens", b"group_block_size_tokens", "groups", b"groups", "hash_block_size_tokens", b"hash_block_size_tokens", "hash_size_bytes", b"hash_size_bytes", "name", b"name", "num_groups", b"num_groups", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "options", b"options", "plan", b"plan", "plan_fingerprint", b"plan_fingerprint", "prefix_stats", b"prefix_stats", "recovery", b"recovery", "scheduler_block_size_tokens", b"scheduler_block_size_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_as", b"began_as", "block_size_bytes", b"block_size_bytes", "byte_format", b"byte_format", "content", b"content", "content_generation", b"content_generation", "counts", b"counts", "group_block_size_tokens", b"group_block_size_tokens", "groups", b"groups", "hash_block_size_tokens", b"hash_block_size_tokens", "hash_size_bytes", b"hash_size_bytes", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "num_groups", b"num_groups", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "options", b"options", "plan", b"plan", "plan_fingerprint", b"plan_fingerprint", "prefix_stats", b"prefix_stats", "recovery", b"recovery", "scheduler_block_size_tokens", b"scheduler_block_size_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

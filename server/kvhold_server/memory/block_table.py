@@ -13,7 +13,8 @@ says nothing, never one that is whole and wrong:
 
 The daemon records a block when its bytes are proven (the step that wrote them is complete) and voids the record before
 it tells anybody to overwrite them. Provisional blocks, secondary keys and partly filled blocks have no record: after a
-crash they are a miss. A new content generation voids all records with one header update.
+crash they are a miss. A new content generation voids all records with one header update. Allotted blocks keep their
+records, because most are given back; they are listed in the header, and whoever reads the table drops them.
 """
 
 import gc
@@ -27,7 +28,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kvhold_server.memory.block_table_header import (
+    ALLOTTED_OFFSET,
     CHECKSUM_OFFSET,
+    MAX_ALLOTTED,
     RECORDS_OFFSET,
     TableHeader,
     TableIdentity,
@@ -51,6 +54,8 @@ RECORD_VOIDED: Final = "block_table.record_voided"
 RECORD_WRITTEN: Final = "block_table.record_written"
 RECORD_COUNTS: Final = "block_table.record_counts"
 RECORD_FORGOTTEN: Final = "block_table.record_forgotten"
+ALLOTTED_VOIDED: Final = "block_table.allotted_voided"
+ALLOTTED_COUNTS: Final = "block_table.allotted_counts"
 HEADER_VOIDED: Final = "block_table.header_voided"
 HEADER_WRITTEN: Final = "block_table.header_written"
 HEADER_COUNTS: Final = "block_table.header_counts"
@@ -59,6 +64,8 @@ PLACES: Final = (
     RECORD_WRITTEN,
     RECORD_COUNTS,
     RECORD_FORGOTTEN,
+    ALLOTTED_VOIDED,
+    ALLOTTED_COUNTS,
     HEADER_VOIDED,
     HEADER_WRITTEN,
     HEADER_COUNTS,
@@ -92,6 +99,7 @@ class BlockTable:
         self._hit = hit
         self._body = body_struct(header.hash_size_bytes)
         self._stamp = 1
+        self._has_allotted = True  # a former daemon may have: the first time it is written, whatever it says
 
     @classmethod
     def create(
@@ -211,6 +219,35 @@ class BlockTable:
             words[first + block * step] = stamp
             stamp += 1
         self._stamp = stamp
+
+    def allot(self, blocks: Sequence[int]) -> None:
+        """From the return on these blocks may be written to by a client, and no others are allotted.
+
+        Killed in between there are none, and that is right: the client has not been told of these, and has said what it
+        drew of the ones before.
+        """
+        assert len(blocks) <= MAX_ALLOTTED
+        if not blocks and not self._has_allotted:
+            return
+        words, hit, word = self._file.words, self._hit, ALLOTTED_OFFSET // WORD
+        words[word] = 0
+        if hit is not None:
+            hit(ALLOTTED_VOIDED)
+        body = array("I", [len(blocks), *blocks]).tobytes()
+        self._file.bytes[ALLOTTED_OFFSET + WORD : ALLOTTED_OFFSET + WORD + len(body)] = body
+        words[word] = self._checksum(body, 0) or 1
+        if hit is not None:
+            hit(ALLOTTED_COUNTS)
+        self._has_allotted = bool(blocks)
+
+    def allotted(self) -> list[int]:
+        """What a former daemon had allotted when it ended: their records do not count. Changes nothing."""
+        said = self._file.words[ALLOTTED_OFFSET // WORD]
+        start = ALLOTTED_OFFSET + WORD
+        ids = array("I", bytes(self._file.bytes[start : start + 4 * (MAX_ALLOTTED + 1)]))
+        listed = ids[: 1 + min(ids[0], MAX_ALLOTTED)]
+        is_whole = said and said == (self._checksum(listed.tobytes(), 0) or 1)
+        return [block for block in listed[1:] if 0 < block < self._header.num_blocks] if is_whole else []
 
     # ------------------------------------------------------------------ the whole table
     def start_generation(self, content: bytes) -> int:

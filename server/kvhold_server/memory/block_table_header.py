@@ -2,7 +2,8 @@
 
 byte 0      slot A ┐ the valid one with the larger sequence number counts; an update fills the other one, checksum last,
 byte 512    slot B ┘ so that at any instruction one of the two is whole
-byte 4096   records
+byte 1024   blocks that a client may draw and write to before it says so: checksum, number, ids
+byte 16384  records
 """
 
 import hashlib
@@ -14,9 +15,11 @@ from typing import Final
 from kvhold_server.memory.record_checksum import crc32
 
 MAGIC: Final = b"kvholdBT"
-VERSION: Final = 1
+VERSION: Final = 2
 SLOT_BYTES: Final = 512
-RECORDS_OFFSET: Final = 4096
+ALLOTTED_OFFSET: Final = 2 * SLOT_BYTES
+RECORDS_OFFSET: Final = 16_384
+MAX_ALLOTTED: Final = (RECORDS_OFFSET - ALLOTTED_OFFSET - 16) // 4
 
 _FIELDS = struct.Struct("=8sIIQQQIIII32s32s32s32s32s")
 _CHECKSUM = struct.Struct("=Q")

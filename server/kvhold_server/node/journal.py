@@ -4,6 +4,7 @@
                          ─▶ Removed     the block lost its hash                    ─▶ forget, before the answer leaves:
                                         afterwards somebody may overwrite the bytes
                          ─▶ Cleared     all hashes are gone                        ─▶ a new generation of the table
+                         ─▶ allotted    a client may overwrite them without a word ─▶ listed, before the answer leaves
 
 Hashes of prefixes that end inside a block are not recorded: their blocks are written on, and for states such a hash
 moves to a copy meanwhile. A state at the end of its block is final like any whole block. With checksums, all bytes of
@@ -46,6 +47,10 @@ class BlockJournal:
 
     def __post_init__(self) -> None:
         self.pool.store.free.recent = deque(maxlen=MAX_RECENT)
+
+    def allot(self, blocks: list[int]) -> None:
+        """Before a client is told: it may overwrite these blocks while they still have their hashes."""
+        self.table.allot(blocks)
 
     def keep_order(self) -> None:
         """Notes which blocks came free lately, so that a successor evicts in the same order; a slice of them."""

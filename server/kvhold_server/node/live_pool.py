@@ -59,7 +59,7 @@ class RecoveryReport:
     outcome: str  # "recovered" or "fresh"
     num_kept_blocks: int = 0
     num_dropped_torn_blocks: int = 0
-    num_dropped_provisional_blocks: int = 0  # stays 0: what was not complete has no record that could be dropped
+    num_dropped_provisional_blocks: int = 0  # allotted to a client; others that were incomplete have no record
     num_dropped_generation_blocks: int = 0
     num_dropped_checksum_blocks: int = 0
     reason: str = ""

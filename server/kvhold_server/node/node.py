@@ -255,6 +255,8 @@ class Node:
             opened = self.sessions.resume(live.name, resume_token, credentials, self.now_s)
             if opened.must_reassert:
                 return replace(opened, lost_sequence_ids=self.recovering.take_up(live, opened.session, held(live)))
+            live.pool.resume_session(opened.session.slot)
+            live.note(None, live.pool.take_events())
             return opened
         self.check_admitting()
         num_sessions = self.sessions.num_open(live.name)
@@ -263,6 +265,7 @@ class Node:
         opened = self.sessions.open(request, credentials, self.now_s)
         if opened.is_new:
             opened.session.slot = live.pool.open_session()
+            live.note(None, live.pool.take_events())
             live.members.add(opened.session.session_id)
         return opened
 

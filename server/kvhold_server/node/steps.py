@@ -2,7 +2,7 @@
 
     begin (step log) ─▶ seen before? ─▶ the same contents? ─▶ the first answer again
          │
-         ▼ complete, free, invalidate, extend, admit, lookup
+         ▼ complete, drawn, free, invalidate, extend, admit, lookup, allot
          ▼ counters, evictions ─▶ answer ─▶ finish (step log)
 
 The pool applies complete, free, extend, admit and lookup in one call. Where hashes are to be dropped between free and
@@ -18,7 +18,7 @@ from kvhold_server.node.quotas import apply_quota
 from kvhold_server.node.step_values import StepAnswer, StepCommand
 from kvhold_server.pool.errors import HashesMissing, NeverFits, UnknownSequence
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.values import Bound, FreeColumns, Removed, Status, StepInput, StepOutput
+from kvhold_server.pool.values import Bound, ExtendColumns, FreeColumns, Removed, Status, StepInput, StepOutput
 from kvhold_server.sessions.session import Session
 
 MAX_REMEMBERED_PREEMPTIONS = 65_536
@@ -43,7 +43,8 @@ def apply_step(
         live.annotations.add(session.slot, command.annotated)
     quota_limited = False
     if quota_left is not None:
-        items = replace(items, extend=replace(items.extend), admit=replace(items.admit))  # the wish stays as it came
+        # The wish stays as it came. Nothing is allotted: what is drawn from that is not counted in time.
+        items = replace(items, extend=replace(items.extend), admit=replace(items.admit), max_allotted_blocks=0)
         quota_limited = apply_quota(live, session.slot, items, quota_left)
     if live.journal is not None and live.journal.unverified:
         live.verify(items.admit.hashes)
@@ -55,6 +56,8 @@ def apply_step(
     live.note(output.completed, output.events)
     if output.completed_last is not None:
         live.note(output.completed_last, ())
+    if live.journal is not None:
+        live.journal.allot(output.allotted_blocks)
     if len(live.annotations):
         live.annotations.drop(session.slot, items.free.sequence_ids)
     answer = StepAnswer(
@@ -145,8 +148,10 @@ def evicted_hashes(output: StepOutput) -> list[bytes]:
 def count_items(totals: PoolTotals, output: StepOutput, *, quota_limited: bool = False) -> None:
     """Adds a step's items to the pool's counters."""
     totals.num_steps += 1
-    totals.step_items.observe(len(output.free_status) + len(output.extend_status) + len(output.admit_status))
+    num_extends = len(output.extend_status) + output.num_drawn_items
+    totals.step_items.observe(len(output.free_status) + num_extends + len(output.admit_status))
     results = totals.allocations
+    results["ok"] += output.num_drawn_items
     for status in output.extend_status:
         results["ok" if status == Status.OK else allocation_result(status, 0, quota_limited)] += 1
     for status, bound in zip(output.admit_status, output.admit_bound, strict=True):
@@ -176,12 +181,18 @@ def is_unknown(error: object) -> bool:
 def _step_around_invalidation(
     live: LivePool, slot: int, command: StepCommand, items: StepInput, now_s: float
 ) -> StepOutput:
-    first = StepInput(step=items.step, completed_step=min(items.completed_step, items.step - 1), free=items.free)
+    first = StepInput(
+        step=items.step,
+        completed_step=min(items.completed_step, items.step - 1),
+        num_drawn_blocks=items.num_drawn_blocks,
+        drawn=items.drawn,
+        free=items.free,
+    )
     freed = live.pool.step(slot, first, now_s=now_s)
     drop_hashes(live, slot, command)
-    rest = replace(items, free=FreeColumns())
+    rest = replace(items, drawn=ExtendColumns(), free=FreeColumns())
     output = live.pool.step(slot, rest, now_s=now_s)
-    output.completed = freed.completed
+    output.completed, output.num_drawn_items = freed.completed, freed.num_drawn_items
     output.free_status, output.free_counts = freed.free_status, freed.free_counts
     output.events[:0] = [*freed.events, *live.pool.take_events()]
     output.copies[:0] = freed.copies

@@ -125,12 +125,14 @@ class WarmRestart:
         found, pool, refused = filled.found, filled.pool, filled.refused
         table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
         table.mark_clean(False)
+        num_drawable = _drop_allotted(pool, table)
         journal = _journal(command, pool, table, backend, regions)
         if journal.checksums is not None:
             journal.unverified = dict(zip(found.blocks, found.bytes_checksums, strict=True))
         report = RecoveryReport(
             outcome="recovered",
-            num_kept_blocks=len(found.blocks) - len(refused),
+            num_kept_blocks=len(found.blocks) - len(refused) - num_drawable,
+            num_dropped_provisional_blocks=num_drawable,
             num_dropped_torn_blocks=found.num_torn,
             num_dropped_generation_blocks=found.num_old_generation,
         )
@@ -295,6 +297,16 @@ def fill_from(table: BlockTable, config: PoolConfig) -> FilledPool:
         refused = restore_cached(pool, _recorded(found))
     restore_order(pool, found.order)
     return FilledPool(pool=pool, found=found, refused=refused)
+
+
+def _drop_allotted(pool: Pool, table: BlockTable) -> int:
+    """A client may have drawn these, and overwritten them, without a word: nobody hits them. How many could be hit."""
+    blocks = table.allotted()
+    num = pool.evict(blocks)
+    pool.take_events()
+    table.forget(blocks)
+    table.allot([])
+    return num
 
 
 def _recorded(found: Records | RecoveredBlocks) -> RecordedBlocks:

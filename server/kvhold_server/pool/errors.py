@@ -79,6 +79,16 @@ class NeverFits(PreconditionFailed):
 
 
 @dataclass(eq=False)
+class DrawsDiffer(InvalidRequest):
+    """What a client says that it drew from its allotment is not what its items take. Nothing was applied."""
+
+    template = "drawn: {num_drawn} blocks, but the items take {num_needed}, of {num_allotted} that were allotted"
+    num_drawn: int
+    num_needed: int
+    num_allotted: int
+
+
+@dataclass(eq=False)
 class StepOutOfOrder(PreconditionFailed):
     """Steps of a session must grow, and a completed step must have begun."""
 

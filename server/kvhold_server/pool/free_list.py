@@ -88,6 +88,28 @@ class FreeList:
             ids += self._take_queued(count)
         return ids, num_plain
 
+    def front(self, count: int) -> list[int]:
+        """The blocks that `take` would return, or fewer where there are fewer; [] if some stand behind a fence.
+
+        Nothing is removed but void entries on the way, so that looking often costs no more than taking.
+        """
+        if self._runs:
+            return []
+        ids = self._stack[: -count - 1 : -1]
+        count -= len(ids)
+        num_fresh = min(count, self._end - self._fresh)
+        ids += range(self._fresh, self._fresh + num_fresh)
+        count -= num_fresh
+        if count:
+            taken = self._take_queued(min(count, self.count - len(ids)))
+            start = self._head - len(taken)
+            if start < 0:  # taking has cut off what lay before
+                self._queue[:0], self._head = taken, 0
+            else:
+                self._queue[start : self._head], self._head = taken, start
+            ids += taken
+        return ids
+
     def _take_queued(self, count: int) -> list[int]:
         queue, head, stale = self._queue, self._head, self._stale
         taken: list[int] = []

@@ -1,11 +1,11 @@
 """The pool: one authority for the blocks of one plan, as a synchronous object without clock, sockets or randomness.
 
-    client's step ─▶ complete ─▶ free ─▶ extend ─▶ admit ─▶ lookup ─▶ StepOutput
-                     Tenures   Departure Growth  Admission  Lookup
-                        │          │        │        │        │
-                        └──────────┴────────┴────────┴────────┴──▶ Groups       one kinds/*.py per group kind
-                                                                   BlockStore   references, free list, fences
-                                                                   PrefixIndex  hashes, and who may see them
+    client's step ─▶ complete ─▶ drawn ─▶ free ─▶ extend ─▶ admit ─▶ lookup ─▶ allot ─▶ StepOutput
+                     Tenures  Allotments Departure Growth  Admission Lookup Allotments
+                        │          │        │        │        │        │        │
+                        └──────────┴────────┴────────┴────────┴────────┴────────┴─▶ Groups       one kinds/*.py per kind
+                                                                                    BlockStore   references, free list
+                                                                                    PrefixIndex  hashes, who sees them
 
 Sessions are small integers here (serials); the daemon maps its unguessable ids to them. Every verb is all or nothing.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.pool.admission import Admission
+from kvhold_server.pool.allotment import Allotments
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.departure import Departure
 from kvhold_server.pool.errors import BadCount, BlocksInUse, StepOutOfOrder, UnknownPoolSession
@@ -59,6 +60,7 @@ class Pool:
         self.groups = Groups(config, self.store)
         self.tenures = Tenures(config, self.store)
         self.departure = Departure(config, self.store, self.groups, self.tenures)
+        self.allotments = Allotments(config, self.store, self.groups, self.tenures)
         self.growth = Growth(config, self.store, self.groups)
         self.admission = Admission(config, self.store, self.groups)
         self.lookups = Lookup(config, self.groups)
@@ -66,23 +68,36 @@ class Pool:
 
     # ---------------------------------------------------------------- sessions
     def open_session(self) -> int:
-        """Returns a new session's serial; serials are never reused."""
+        """Returns a new session's serial; serials are never reused. Events (of what was allotted): `take_events`."""
+        for owner in self.tenures.sessions.values():
+            self.allotments.set_aside(owner)
         return self.tenures.open().serial
+
+    def resume_session(self, session: int) -> None:
+        """Its client came back, perhaps as another process: what the first one drew and did not say stays held.
+
+        Events: `take_events`.
+        """
+        self.allotments.set_aside(self._alive(session))
 
     def close_session(self, session: int) -> None:
         """The client left in good order, all its steps complete: publishes what is provisional, frees its sequences.
 
         Nothing stays fenced. For a client that merely vanished use `kill_session`. Events: `take_events`.
         """
-        self.tenures.close(self._alive(session))
+        owner = self._alive(session)
+        self.allotments.set_aside(owner)
+        self.tenures.close(owner)
 
     def kill_session(self, session: int) -> None:
-        """The client is dead, its workers may not be; O(1).
+        """The client is dead, its workers may not be; O(its allotment).
 
         Its provisional hashes are invisible from now on, what it freed stays fenced, what it holds is quarantined;
         `reap` does the bookkeeping in slices.
         """
-        self._alive(session).state = SessionState.DEAD
+        owner = self._alive(session)
+        self.allotments.set_aside(owner)
+        owner.state = SessionState.DEAD
 
     def reap(self, session: int, max_blocks: int) -> bool:
         """Works off at most about `max_blocks` of a dead session's blocks; True when nothing is left to do.
@@ -106,16 +121,20 @@ class Pool:
 
     # ---------------------------------------------------------------- the step
     def step(self, session: int, items: StepInput, *, now_s: float = 0.0) -> StepOutput:
-        """Applies a whole scheduler step: complete, free, extend, admit, lookup (design.md, "Steps").
+        """Applies a whole scheduler step: complete, drawn, free, extend, admit, lookup (design.md, "Steps").
 
         A refused extend leaves later extends and all admits NOT_TRIED; so does a refused admit the admits after it.
-        Item errors are in `StepOutput.errors`. Raises UnknownPoolSession, StepOutOfOrder, TooManyOpenSteps.
+        Item errors are in `StepOutput.errors`. Raises UnknownPoolSession, StepOutOfOrder, TooManyOpenSteps, and of what
+        was drawn DrawsDiffer, UnknownSequence.
         """
         self.store.residency.now_s = now_s
         owner = self._alive(session)
         step, completed_step = items.step, items.completed_step
         if completed_step > step:
             raise StepOutOfOrder(step, completed_step, owner.step, owner.completed_step)
+        draws = None
+        if owner.allotted or owner.set_aside or items.drawn.sequence_ids:
+            draws = self.allotments.check(owner, items.drawn, items.num_drawn_blocks)
         if step == owner.step and not owner.open_steps:  # a further part of a step that named itself as complete
             owner.begin(step)
             owner.completed_step = step - 1
@@ -123,6 +142,9 @@ class Pool:
         turn = self._turn(owner)
         output = turn.output
         output.completed = completed
+        if draws is not None:
+            self.allotments.take_up(turn, items.drawn, draws)
+            output.num_drawn_items = len(draws.sequences)
         if items.free.sequence_ids:
             self.departure.free_all(turn, items.free)
         may_admit = self.growth.extend_all(turn, items.extend) if items.extend.sequence_ids else True
@@ -134,6 +156,9 @@ class Pool:
             output.copies.sort(key=lambda copy: copy.group)
         if completed_step == step:
             output.completed_last = self.tenures.complete(owner, step)
+        if items.max_allotted_blocks:
+            output.allotted_blocks = self.allotments.grant(owner, items.max_allotted_blocks)
+            output.is_only_session = self.allotments.is_foreseeable(owner)
         output.events = self.store.prefixes.take_events()
         return output
 
@@ -272,6 +297,7 @@ class Pool:
     def check_invariants(self) -> None:
         """Asserts every invariant of docs/blocks.md; O(blocks)."""
         self.tenures.check_invariants()
+        self.allotments.check_invariants()
         counts = self.counts()
         parts = counts.free + counts.cached + counts.held + counts.quarantined + counts.reserved + counts.null
         assert parts == counts.total and min(counts.free, counts.cached, counts.held, counts.quarantined) >= 0, counts

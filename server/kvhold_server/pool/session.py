@@ -26,7 +26,18 @@ class SessionState(Enum):
 class PoolSession:
     """One client's tenure in this pool. Serial numbers are never reused."""
 
-    __slots__ = ("completed_step", "open_steps", "refused", "sequences", "serial", "state", "statistics", "step")
+    __slots__ = (
+        "allotted",
+        "completed_step",
+        "open_steps",
+        "refused",
+        "sequences",
+        "serial",
+        "set_aside",
+        "state",
+        "statistics",
+        "step",
+    )
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
@@ -36,6 +47,8 @@ class PoolSession:
         self.open_steps: deque[OpenStep] = deque()
         self.sequences: dict[int, Sequence] = {}
         self.refused: dict[int, Sequence] = {}  # asked and not admitted: their hashes, oldest first; bounded
+        self.allotted: list[int] = []  # free blocks that it may draw by itself (allotment.py)
+        self.set_aside: list[int] = []  # blocks that it may have drawn: held, in no table yet
         self.statistics = PrefixStatistics()
 
     def begin(self, step: int) -> None:
@@ -79,6 +92,7 @@ class PoolSession:
         tables = (table for sequence in self.sequences.values() for table in sequence.tables)
         held = Counter(block for table in tables for block in table if block)
         held.update(block for open_step in self.open_steps for block in open_step.copy_ends)
+        held.update(self.set_aside)
         return held
 
     def check_invariants(self) -> None:

@@ -112,6 +112,7 @@ class Tenures:
             for table in sequence.tables:
                 table.reverse()
                 self.store.let_go(table, None)
+        self.store.let_go(owner.set_aside, None)
         del self.sessions[owner.serial]
 
     def go_stale(self) -> None:
@@ -166,6 +167,7 @@ class Tenures:
                         yield _SLICE_BLOCKS
             self.drop_origins(open_step)
             store.quarantine.enter(open_step.copy_ends)
+        store.quarantine.enter(owner.set_aside)
         for sequence in owner.sequences.values():
             for table in sequence.tables:
                 for i in range(0, len(table), _SLICE_BLOCKS):
@@ -178,6 +180,8 @@ class Tenures:
             self._lift(open_step)
             store.let_go_of_dead(open_step.copy_ends)
         owner.open_steps.clear()
+        store.let_go_of_dead(owner.set_aside)
+        owner.set_aside = []
         while owner.sequences:
             sequence = owner.sequences[next(iter(owner.sequences))]
             for table in sequence.tables:

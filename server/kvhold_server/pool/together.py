@@ -55,7 +55,7 @@ def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups) -> bool:
             if hashes:
                 sequence.hashes += hashes
     if publish and config.enable_caching:
-        _publish(turn, sequences, publish, groups)
+        publish_together(turn, sequences, publish, groups)
     output = turn.output
     if turn.zeroing:
         output.zero_blocks += blocks
@@ -65,7 +65,7 @@ def extend_together(turn: Turn, columns: ExtendColumns, groups: Groups) -> bool:
     return True
 
 
-def _publish(turn: Turn, sequences: list[Sequence], tokens: list[int], groups: Groups) -> None:
+def publish_together(turn: Turn, sequences: list[Sequence], tokens: list[int], groups: Groups) -> None:
     """What these known tokens fill: as `Groups.publish`, sequence by sequence."""
     prefixes = groups.store.prefixes
     if prefixes.events is not None and prefixes.tells_stored:

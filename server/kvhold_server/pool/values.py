@@ -110,12 +110,15 @@ class LookupColumns:
 
 @dataclass(slots=True, kw_only=True)
 class StepInput:
-    """One scheduler step, applied in the order of its fields: complete, free, extend, admit, lookup."""
+    """One scheduler step, applied in the order of its fields: complete, drawn, free, extend, admit, lookup."""
 
     step: int
     completed_step: int = 0  # may be this very step if it launches nothing: then it is complete once it is applied
+    num_drawn_blocks: int = 0
+    max_allotted_blocks: int = 0  # after the step
     token_budget: int = 0  # of admit
     max_admissions: int = 2**31 - 1
+    drawn: ExtendColumns = field(default_factory=ExtendColumns)  # served from the last step's allotment (allotment.py)
     free: FreeColumns = field(default_factory=FreeColumns)
     extend: ExtendColumns = field(default_factory=ExtendColumns)
     admit: AdmitColumns = field(default_factory=AdmitColumns)
@@ -204,6 +207,9 @@ class StepOutput:
 
     free_status: list[int] = field(default_factory=list)
     free_counts: list[int] = field(default_factory=list)  # blocks that nobody holds any more
+    num_drawn_items: int = 0
+    allotted_blocks: list[int] = field(default_factory=list)  # this session's own to draw until its next step
+    is_only_session: bool = False
     extend_status: list[int] = field(default_factory=list)
     extend_counts: list[int] = field(default_factory=list)  # new table entries per item and group
     extend_blocks: list[int] = field(default_factory=list)  # their ids; state groups may list null and moved ids

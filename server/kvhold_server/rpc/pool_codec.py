@@ -198,6 +198,7 @@ def encode_pool(live: LivePool, num_sessions: int, plan: plan_pb2.Plan | None) -
         began_as=OUTCOMES[live.recovery.outcome],
         recovery=encode_recovery(live.recovery),
         groups=[_encode_group_override(group) for group in config.groups],
+        max_model_len_tokens=config.max_model_len,
     )
     counts = live.pool.counts()
     fill_counts(message.counts, counts, counts.available)

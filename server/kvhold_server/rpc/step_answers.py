@@ -44,6 +44,9 @@ def encode_step(boot_id: str, command: StepCommand, answer: StepAnswer) -> pb.St
         response.evicted_hashes = b"".join(answer.evicted_hashes)
     fill_counts(response.counts, answer.counts, answer.num_available_blocks)
     fill_problems(response, out)
+    if out.is_only_session:
+        response.is_only_session = True
+        response.allotted_block_ids.extend(out.allotted_blocks)
     return response
 
 

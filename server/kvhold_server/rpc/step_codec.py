@@ -25,6 +25,9 @@ CUT_TOGETHER = 128  # digests
 # What a step does not ask for; never changed.
 _NO_FREES, _NO_EXTENDS, _NO_ADMITS, _NO_LOOKUPS = FreeColumns(), ExtendColumns(), AdmitColumns(), LookupColumns()
 _NO_INVALIDATION = Invalidation()
+_UNDRAWABLE = (
+    "num_lookahead_tokens", "computed_tokens", "num_encoder_tokens", "metadata", "reserved_blocks", "num_tokens"
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -55,11 +58,15 @@ def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits
         raise InvalidField("part", request.part, f"must be 0..{limits.max_step_parts - 1}")
     if request.step < 1:
         raise InvalidField("step", request.step, "must be at least 1")
+    for name in ("num_drawn_blocks", "max_allotted_blocks"):
+        if getattr(request, name) < 0:
+            raise InvalidField(name, getattr(request, name), f"must be 0..{MAX_INT32}")
     if not 0 <= request.completed_step <= request.step:
         raise InvalidField("completed_step", request.completed_step, f"must be 0..step, {request.step}")
     items = StepInput(
         step=request.step,
         completed_step=request.completed_step,
+        drawn=_NO_EXTENDS,
         free=_NO_FREES,
         extend=_NO_EXTENDS,
         admit=_NO_ADMITS,
@@ -68,6 +75,11 @@ def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits
     command = StepCommand(
         part=request.part, items=items, invalidate=_NO_INVALIDATION, report_evictions=request.report_evictions
     )
+    if request.max_allotted_blocks and not shape.carries_tokens:
+        items.max_allotted_blocks = request.max_allotted_blocks
+    if request.HasField("drawn"):
+        items.drawn = _drawn(request.drawn, shape, limits)
+        items.num_drawn_blocks = request.num_drawn_blocks
     if request.HasField("free"):
         items.free = _free(request.free, shape, limits)
         command.preempted = column("free.preempted", request.free.preempted, len(items.free.sequence_ids))
@@ -140,6 +152,25 @@ def _free(m: pb.FreeItems, shape: WireShape, limits: ServiceLimits) -> FreeColum
         hash_counts=counts,
         hashes=cut_hashes("free", counts, m.hashes, shape),
         fence_own=column("free.fence_own", m.fence_own, n),
+    )
+
+
+def _drawn(m: pb.ExtendItems, shape: WireShape, limits: ServiceLimits) -> ExtendColumns:
+    """Sequences may repeat; options are for extends that are asked for."""
+    n = len(m.sequence_ids)
+    if n > limits.max_items:
+        raise TooManyItems("drawn.sequence_ids", n, limits.max_items)
+    for name in _UNDRAWABLE:
+        if len(getattr(m, name)):
+            raise InvalidField(f"drawn.{name}", f"{len(getattr(m, name))} entries", "must be absent")
+    counts = column("drawn.num_hashes", m.num_hashes, n)
+    return ExtendColumns(
+        sequence_ids=list(m.sequence_ids),
+        slots_needed=column("drawn.slots_needed", m.slots_needed, n, required=True),
+        processed_tokens=column("drawn.processed_tokens", m.processed_tokens, n) or [0] * n,
+        publish_tokens=column("drawn.publish_tokens", m.publish_tokens, n),
+        hash_counts=counts,
+        hashes=cut_hashes("drawn", counts, m.hashes, shape) if counts or m.hashes else [],
     )
 
 
