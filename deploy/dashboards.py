@@ -271,9 +271,10 @@ NODE = Board(
                         ("{{pool}} fenced", f"kvhold_pool_fenced_blocks{POOL}"),
                         ("{{pool}} quarantined", QUARANTINED),
                         ("{{pool}} given ahead", f"kvhold_pool_lookahead_blocks{POOL}"),
+                        ("{{pool}} allotted", f"kvhold_pool_allotted_blocks{POOL}"),
                     ),
                     "kvhold_pool_provisional_blocks, kvhold_pool_fenced_blocks, kvhold_pool_lookahead_blocks,"
-                    " kvhold_pool_blocks{state=quarantined}",
+                    " kvhold_pool_allotted_blocks, kvhold_pool_blocks{state=quarantined}",
                 ),
             ),
         ),

@@ -103,7 +103,8 @@ class SequenceTable:
         assert self.completed_step <= completed_step < step
         self.step, self.completed_step = step, completed_step
         self._mirror.step, self._mirror.completed_step = step, completed_step
-        self._foresight.begin_step()
+        if self.max_allotted_blocks:
+            self._foresight.begin_step()
         self._num_silent_steps += 1
 
     def extend(
@@ -198,7 +199,8 @@ class SequenceTable:
         if not urgent and not (overdue and self._has_news()):
             return None
         self._builder.token_budget = token_budget
-        self._builder.max_allotted_blocks = self._foresight.wanted(self.max_allotted_blocks)
+        if self.max_allotted_blocks:
+            self._builder.max_allotted_blocks = self._foresight.wanted(self.max_allotted_blocks)
         self._num_silent_steps = 0
         return self._builder.encode()
 
@@ -276,8 +278,10 @@ class SequenceTable:
         """
         outcome, mirror = self.take_known(), self._mirror
         outcome.reply = reply
-        self._drawing.told()
-        self._foresight.learn(reply)
+        if self._builder.drawn_items.rows:
+            self._drawing.told()
+        if self.max_allotted_blocks:
+            self._foresight.learn(reply)
         if self._extending:
             mirror.take_extends(self._extending, self._builder.extend_items, reply, outcome)
             self._extending.clear()

@@ -38,6 +38,7 @@ class PoolSnapshot:
     recovery: RecoveryReport
     sessions: dict[str, int]
     num_lookahead_blocks: int
+    num_allotted_blocks: int
     size_bytes: int
     block_size_bytes: int
     content_generation: int
@@ -86,6 +87,7 @@ def take_pool(live: LivePool, sessions: dict[str, int], num_lookahead_blocks: in
         recovery=live.recovery,
         sessions=sessions,
         num_lookahead_blocks=num_lookahead_blocks,
+        num_allotted_blocks=live.pool.num_allotted_blocks,
         size_bytes=live.size_bytes,
         block_size_bytes=live.plan.ranks[0].bytes_per_block if live.plan else 0,
         content_generation=live.content_generation,
@@ -184,6 +186,8 @@ POOL_FAMILIES: tuple[Spec, ...] = (
          _one(lambda p: p.counts.fenced)),
     Spec(GAUGE, "pool_lookahead_blocks", "Part of held: given by steps asked for before the device had begun them.", (),
          _one(lambda p: p.num_lookahead_blocks)),
+    Spec(GAUGE, "pool_allotted_blocks", "Free, cached, or set aside: its only session may have drawn them already.", (),
+         _one(lambda p: p.num_allotted_blocks)),
     Spec(GAUGE, "pool_usage_ratio", "Share of usable blocks (all but the null block) held or quarantined.", (),
          _one(lambda p: usage_ratio(p.counts))),
     Spec(GAUGE, "pool_sequences", "Sequences that hold blocks.", (), _one(lambda p: p.counts.sequences)),

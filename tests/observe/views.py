@@ -28,6 +28,7 @@ STATISTICS = PrefixStatistics(
 def pool_view(name: str = "chat", **fields: Any) -> PoolView:
     snapshot = PoolSnapshot(
         num_lookahead_blocks=3,
+        num_allotted_blocks=64,
         name=name,
         model="example/model",
         backend="posix_shm",

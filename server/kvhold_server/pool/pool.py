@@ -270,6 +270,11 @@ class Pool:
             sessions=sum(owner.state is SessionState.ALIVE for owner in sessions),
         )
 
+    @property
+    def num_allotted_blocks(self) -> int:
+        """Blocks that some client may have drawn without a word, set aside or not. O(sessions)."""
+        return sum(len(owner.allotted) + len(owner.set_aside) for owner in self.tenures.sessions.values())
+
     def available(self, session: int) -> int:
         """Free blocks that this session may take now (fences of others excluded). O(1)."""
         return self.store.available(session)
