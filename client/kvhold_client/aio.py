@@ -37,7 +37,7 @@ from kvhold_client.pools import PoolInfo, PoolRequest, decode_pool
 from kvhold_client.results import Capabilities, SessionInfo
 from kvhold_client.sequence_table import SequenceTable
 from kvhold_client.session import MAX_RETRY_PAUSE_S, RESTART_ALLOWANCE_S, RETRY_PAUSE_S
-from kvhold_client.session_core import Credentials, Resumption, SessionCore
+from kvhold_client.session_core import MAX_TRIES, Credentials, Resumption, SessionCore, endless
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import decode_step
 from kvhold_client.step_outcome import StepOutcome
@@ -182,7 +182,8 @@ class AsyncSession:
     async def step(self, request: block_pb2.StepRequest) -> StepReply:
         """As Session.step: exactly once."""
         self._core.number(request)
-        while True:
+        last: KvholdError | None = None
+        for _ in range(MAX_TRIES):
             if self._dead is not None:
                 raise self._dead
             used, steps = self._core.stamp(request), self._steps
@@ -192,10 +193,12 @@ class AsyncSession:
                 if not self._core.may_recover(error, used):
                     raise self._died(error) if error.is_fatal else error from None
                 await self._resume(used)
+                last = error
                 continue
             async with self._lock:  # a resume under way has said what the table holds, without this step
                 if not self._core.is_past(used):
                     return decode_step(answer)
+        raise endless(last)
 
     async def flush(self, *, token_budget: int = 0, force: bool = False) -> StepOutcome:
         """The table's queue: planned, sent, applied."""

@@ -11,8 +11,9 @@ import socket
 import struct
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.errors import Unreachable
+from kvhold_client.errors import InvalidRequest, Unreachable
 from kvhold_client.step_refusal import refusal
+from kvhold_client.target import MAX_MESSAGE_BYTES
 
 _HEADER = struct.Struct("<IB")
 _LENGTH_BYTES = 4
@@ -51,8 +52,11 @@ class LocalChannel:
         """Half a call: `receive` must follow."""
         if self._is_awaiting:  # a signal's exception: the last answer is still to come, and is not this one's
             raise self._broken(ConnectionAbortedError("the last answer was left behind"))
-        self._is_awaiting = True
         payload = request.SerializeToString()
+        if len(payload) > MAX_MESSAGE_BYTES:
+            text = f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are sent; split it"
+            raise InvalidRequest(text, reason="MESSAGE_TOO_LARGE")
+        self._is_awaiting = True
         try:
             self._socket.sendall(_HEADER.pack(len(payload) + 1, _STEP) + payload)
         except OSError as error:

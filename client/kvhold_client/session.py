@@ -24,7 +24,7 @@ from kvhold_client.calls import CallSettings, call
 from kvhold_client.errors import KvholdError, PoolNotFound, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.local_channel import LocalChannel
 from kvhold_client.sequence_table import SequenceTable
-from kvhold_client.session_core import Credentials, Resumption, SessionCore
+from kvhold_client.session_core import MAX_TRIES, Credentials, Resumption, SessionCore, endless
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import StepBuilder, decode_step
 from kvhold_client.step_reply import StepReply
@@ -135,7 +135,8 @@ class Session:
         Unreachable when the daemon stays away longer than the grace period.
         """
         self._core.number(request)
-        while True:
+        last: KvholdError | None = None
+        for _ in range(MAX_TRIES):
             if self._dead is not None:
                 raise self._dead
             with self.guard:
@@ -144,9 +145,11 @@ class Session:
                 answer = sender.call(request)
             except KvholdError as error:
                 self._recover(error, used)
+                last = error
                 continue
             if not self._core.is_past(used):
                 return decode_step(answer)
+        raise endless(last)
 
     def submit(self, request: block_pb2.StepRequest) -> None:
         """`step` in two halves: sends the request and returns; `collect` must follow. One at a time.
@@ -161,7 +164,8 @@ class Session:
         """The answer to what was submitted. Raises what `step` does."""
         flight, self._flight = self._flight, None
         assert flight is not None, "nothing was submitted"
-        while True:
+        last: KvholdError | None = None
+        for _ in range(MAX_TRIES):
             if self._dead is not None:
                 raise self._dead
             try:
@@ -170,7 +174,9 @@ class Session:
                     return decode_step(answer)
             except KvholdError as error:
                 self._recover(error, flight.used)
+                last = error
             flight = self._launch(flight.request)
+        raise endless(last)
 
     def _launch(self, request: block_pb2.StepRequest) -> Flight:
         """Sends; a connection that is found broken is dealt with by whoever wants the answer."""

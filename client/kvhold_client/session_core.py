@@ -21,6 +21,12 @@ from kvhold_client.errors import BootIdMismatch, Draining, KvholdError, SessionF
 from kvhold_client.sequence import HeldSequence
 
 MAX_PARTS = 1024  # of one step; the contract's bound
+MAX_TRIES = 64  # of one request, each with a resume in between that went well
+
+
+def endless(error: KvholdError | None) -> Unreachable:
+    """The connection breaks each time with this request, and with nothing else."""
+    return Unreachable(f"{MAX_TRIES} times there was no answer to this request, though the session resumed: {error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import pytest
 from kvhold.v1 import block_pb2, block_pb2_grpc, session_pb2, session_pb2_grpc
 from kvhold_client.aio import AsyncClient, AsyncSession
 from kvhold_client.calls import CallSettings
-from kvhold_client.errors import InvalidField, ResumeRefused, SessionFenced
+from kvhold_client.errors import InvalidField, ResumeRefused, SessionFenced, Unreachable
 from kvhold_client.session import Session
 from kvhold_client.session_core import SessionCore
 from kvhold_client.shape import GroupShape, PoolShape
@@ -193,6 +193,25 @@ def test_a_step_whose_answer_was_lost_is_applied_once(daemon: tuple[ScriptedDaem
     first, second = scripted.seen
     assert first[1:] == second[1:]
     assert second[0] > first[0]  # the retry carries the epoch of the resume
+
+
+def test_a_request_that_breaks_the_connection_each_time_is_given_up(
+    daemon: tuple[ScriptedDaemon, str], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhold_client.session.MAX_TRIES", 3)
+    servicer, _ = daemon
+    servicer.faults = ["lost answer"] * 20
+    session.begin_step()
+    with pytest.raises(Unreachable, match="no answer to this request"):
+        session.step(session.builder().encode())
+    assert servicer.num_resumes == 3
+    session.begin_step()
+    session.submit(session.builder().encode())
+    with pytest.raises(Unreachable, match="no answer to this request"):
+        session.collect()
+    servicer.faults = []
+    session.begin_step()
+    session.step(session.builder().encode())
 
 
 def test_a_step_that_hangs_is_sent_again_when_its_time_is_over(daemon: tuple[ScriptedDaemon, str]) -> None:

@@ -108,7 +108,20 @@ async def test_junk_gets_a_typed_error_and_the_connection_goes_on(daemon: Runnin
     wire.close()
 
 
-async def test_an_oversize_frame_ends_the_connection_with_a_typed_error(daemon: RunningDaemon) -> None:
+@pytest.mark.parametrize("surplus", [1, 1000])
+async def test_an_oversize_frame_is_refused_and_the_connection_goes_on(daemon: RunningDaemon, surplus: int) -> None:
+    session, wire = await opened(daemon)
+    limit = daemon.node.limits.max_message_bytes
+    length = limit + 1 + surplus
+    wire.writer.write(HEADER.pack(length, NUMBERS["Step"]) + bytes(length - 1))
+    wire.send(NUMBERS["Step"], step(session, 1))
+    code, payload = await wire.receive()
+    assert code == 3 and reason(payload) == "MESSAGE_TOO_LARGE"
+    assert (await wire.receive())[0] == 0
+    wire.close()
+
+
+async def test_a_frame_far_beyond_the_limit_ends_the_connection_with_a_typed_error(daemon: RunningDaemon) -> None:
     _, wire = await opened(daemon)
     wire.writer.write(HEADER.pack(2**31, NUMBERS["Step"]))
     code, payload = await wire.receive()

@@ -141,6 +141,8 @@ class Connection:
         self._received = bytearray()  # the beginning of a frame whose rest is under way
         self._unsent = bytearray()
         self._is_reading = True
+        self._num_unwanted = 0  # bytes that are still to come of a frame that is too large
+        self._unwanted_length = 0
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self.close)
         self._loop.add_reader(peer, self._readable)
 
@@ -165,6 +167,8 @@ class Connection:
         if not data:
             self.close()
             return
+        if self._num_unwanted:
+            data = self._without_unwanted(data)
         if self._received:
             self._received += data
             del self._received[: self._take_frames(self._received)]
@@ -178,10 +182,12 @@ class Connection:
         at, size = 0, len(data)
         while size - at >= HEADER.size and self._peer.fileno() >= 0:
             length, kind = HEADER.unpack_from(data, at)
-            if length - 1 > self._transport.max_message_bytes or not length:
-                self._refuse_frame(length)
-                return size
             end = at + LENGTH_BYTES + length
+            if length - 1 > self._transport.max_message_bytes or not length:
+                if not self._refuse_frame(length, end - size):
+                    return size
+                at = end
+                continue
             if end > size:
                 break
             if not self._frame(kind, bytes(data[at + HEADER.size : end])):
@@ -189,10 +195,29 @@ class Connection:
             at = end
         return at
 
-    def _refuse_frame(self, length: int) -> None:
-        """A frame too large to read: says so, then hangs up, because what follows cannot be told apart any more."""
-        self._send(refusal(MessageTooLarge(length, self._transport.max_message_bytes)))
-        self.close()
+    def _refuse_frame(self, length: int, num_missing: int) -> bool:
+        """A frame too large to take: it is read to its end, then refused. True: it is all there.
+
+        Nobody waits for the end of one that is more than twice too large, or has no length: the client hears of it, if
+        it listens, and is hung up on.
+        """
+        limit = self._transport.max_message_bytes
+        if not length or length - 1 > 2 * limit:
+            self._send(refusal(MessageTooLarge(length, limit)))
+            self.close()
+            return False
+        if num_missing > 0:
+            self._num_unwanted, self._unwanted_length = num_missing, length
+            return False
+        self._send(refusal(MessageTooLarge(length, limit)))
+        return True
+
+    def _without_unwanted(self, data: bytes) -> bytes:
+        num = min(self._num_unwanted, len(data))
+        self._num_unwanted -= num
+        if not self._num_unwanted:
+            self._send(refusal(MessageTooLarge(self._unwanted_length, self._transport.max_message_bytes)))
+        return data[num:]
 
     def _frame(self, kind: int, payload: bytes) -> bool:
         """Answers one frame; False: it has to wait, and everything behind it."""
