@@ -60,6 +60,7 @@ def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
     yield tool("scrape", "scrape.py", *(() if is_full else ("--rounds", "12")))
     yield tool("where a step's time goes in the daemon", "step_handling.py", "--items", "16")
     yield tool("a prompt of 8,192 cached blocks in the daemon", "long_prompt.py")
+    yield tool("messages at their limits", "limits.py")
     yield tool("scale and fairness", "scale.py", "--steps", "300" if is_full else "100")
 
 
