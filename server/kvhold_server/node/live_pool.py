@@ -111,6 +111,17 @@ class LivePool:
         if self.journal is not None:
             self.journal.absorb(completed, events)
 
+    def open_slot(self) -> int:
+        """A new session in the pool. What another one was allotted loses its hashes."""
+        slot = self.pool.open_session()
+        self.note(None, self.pool.take_events())
+        return slot
+
+    def resume_slot(self, slot: int) -> None:
+        """A session's client came back: what it was allotted loses its hashes."""
+        self.pool.resume_session(slot)
+        self.note(None, self.pool.take_events())
+
     def verify(self, hashes: Iterable[bytes]) -> None:
         """Before recovered blocks are hit for the first time: those whose bytes have changed count as dropped."""
         assert self.journal is not None

@@ -255,17 +255,14 @@ class Node:
             opened = self.sessions.resume(live.name, resume_token, credentials, self.now_s)
             if opened.must_reassert:
                 return replace(opened, lost_sequence_ids=self.recovering.take_up(live, opened.session, held(live)))
-            live.pool.resume_session(opened.session.slot)
-            live.note(None, live.pool.take_events())
+            live.resume_slot(opened.session.slot)
             return opened
         self.check_admitting()
-        num_sessions = self.sessions.num_open(live.name)
-        if num_sessions >= self.limits.max_sessions_per_pool:
+        if (num_sessions := self.sessions.num_open(live.name)) >= self.limits.max_sessions_per_pool:
             raise TooManyPoolSessions(live.name, num_sessions, self.limits.max_sessions_per_pool)
         opened = self.sessions.open(request, credentials, self.now_s)
         if opened.is_new:
-            opened.session.slot = live.pool.open_session()
-            live.note(None, live.pool.take_events())
+            opened.session.slot = live.open_slot()
             live.members.add(opened.session.session_id)
         return opened
 
