@@ -9,6 +9,7 @@ from google.rpc.status_pb2 import Status
 from kvhold.v1 import block_pb2 as pb
 from kvhold.v1 import session_pb2
 from kvhold_server.rpc import local_transport
+from kvhold_server.rpc.framed_calls import Answer
 from kvhold_server.rpc.local_transport import LocalTokens
 from tests.rpc.harness import RunningDaemon
 from tests.rpc.local_blocks import HEADER, NUMBERS, Wire
@@ -55,6 +56,36 @@ async def test_requests_sent_ahead_are_answered_in_order(daemon: RunningDaemon) 
     for number in range(1, 6):
         code, payload = await wire.receive()
         assert code == 0 and list(pb.StepResponse.FromString(payload).admit.num_blocks) == [number]
+    wire.close()
+
+
+async def test_who_sends_many_ahead_delays_the_others_by_one(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request of each connection a turn: a flood in one packet is not answered in one go."""
+    flooder, flood = await opened(daemon)
+    session = await daemon.open_session(want_local_transport=True)
+    wire = await Wire.open(session.opened.local_transport.socket_path)
+    wire.send(0, session.opened.local_transport.token)
+    assert await wire.receive() == (0, b"")
+    transport = daemon.daemon.local_transport
+    assert transport is not None
+    method = transport.methods[NUMBERS["Step"]]
+    answer, order = method.answer, list[str]()
+
+    def noted(payload: bytes, session_id: str = "") -> Answer:
+        order.append(session_id)
+        return answer(payload, session_id)
+
+    monkeypatch.setattr(method, "answer", noted)
+    for number in range(1, 101):
+        flood.send(NUMBERS["Step"], step(flooder, number))
+    wire.send(NUMBERS["Step"], step(session.opened, 1))
+    for _ in range(100):
+        assert (await flood.receive())[0] == 0
+    assert (await wire.receive())[0] == 0
+    assert order.index(session.opened.session_id) <= 3 and len(order) == 101
+    flood.close()
     wire.close()
 
 

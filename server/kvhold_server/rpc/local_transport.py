@@ -9,7 +9,11 @@ handlers, same typed errors, same counters. A client gets the path and a one-tim
       │ ── u32 length │ u8 method │ request ─────▶ │   1 Step, 2 Lookup, 3 Allocate, 4 Publish, 5 Free
       │ ◀─ u32 length │ u8 code   │ reply ──────── │   0: the response; else a gRPC code and a google.rpc.Status
 
-Lengths are little-endian and count everything behind them. Requests may be sent ahead; replies come in their order.
+Lengths are little-endian and count everything behind them. Requests may be sent ahead; replies come in their order,
+and each in a turn of its own, so that who sends a hundred ahead delays the others by one:
+
+    sent    A: 1 2 3 4 ...   B: 1        answered    A1 B1 A2 A3 ...
+
 A connection is not a sign of life: the session lives by its KeepAlive stream, and dies by its absence.
 
 Bounds: connections, frame size, unsent replies (a client that does not read is not read from), time to say the token.
@@ -130,7 +134,7 @@ class LocalTransport:
 
 
 class Connection:
-    """One client. Reads what is there, answers it at once; nothing is queued but what the peer has not read yet."""
+    """One client. Reads what is there and answers it, one request a turn; what was sent ahead waits in `_received`."""
 
     def __init__(self, transport: LocalTransport, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -138,7 +142,8 @@ class Connection:
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._session_id: str | None = None
-        self._received = bytearray()  # the beginning of a frame whose rest is under way
+        self._received = bytearray()  # frames sent ahead, the beginning of one whose rest is under way
+        self._is_behind = False  # a turn for the next frame is on its way: nothing is read until then
         self._unsent = bytearray()
         self._is_reading = True
         self._num_unwanted = 0  # bytes that are still to come of a frame that is too large
@@ -158,6 +163,8 @@ class Connection:
 
     # ----------------------------------------------------------------- reading
     def _readable(self) -> None:
+        if self._is_behind:
+            return
         try:
             data = self._peer.recv(READ_BYTES)
         except BlockingIOError:
@@ -171,29 +178,28 @@ class Connection:
             data = self._without_unwanted(data)
         if self._received:
             self._received += data
-            del self._received[: self._take_frames(self._received)]
+            del self._received[: self._take_frame(self._received)]
         else:  # nearly always: one whole frame, which is not copied into a buffer first
-            taken = self._take_frames(data)
+            taken = self._take_frame(data)
             if taken < len(data):
                 self._received += data[taken:]
 
-    def _take_frames(self, data: bytes | bytearray) -> int:
-        """Answers the whole frames in `data` and returns the number of bytes used."""
-        at, size = 0, len(data)
-        while size - at >= HEADER.size and self._peer.fileno() >= 0:
-            length, kind = HEADER.unpack_from(data, at)
-            end = at + LENGTH_BYTES + length
-            if length - 1 > self._transport.max_message_bytes or not length:
-                if not self._refuse_frame(length, end - size):
-                    return size
-                at = end
-                continue
-            if end > size:
-                break
-            if not self._frame(kind, bytes(data[at + HEADER.size : end])):
-                break
-            at = end
-        return at
+    def _take_frame(self, data: bytes | bytearray) -> int:
+        """Answers the first frame in `data` if it is whole, returns the number of bytes used, asks for another turn."""
+        size = len(data)
+        if size < HEADER.size:
+            return 0
+        length, kind = HEADER.unpack_from(data)
+        end: int = LENGTH_BYTES + length
+        if length - 1 > self._transport.max_message_bytes or not length:
+            if not self._refuse_frame(length, end - size):
+                return size
+        elif end > size or not self._frame(kind, bytes(data[HEADER.size : end])):
+            return 0
+        if end < size and self._peer.fileno() >= 0:
+            self._is_behind = True
+            self._loop.call_soon(self._go_on)
+        return end
 
     def _refuse_frame(self, length: int, num_missing: int) -> bool:
         """A frame too large to take: it is read to its end, then refused. True: it is all there.
@@ -237,13 +243,21 @@ class Connection:
 
     def _pause(self, seconds: float) -> None:
         """After a restart, what allocates waits until all sessions have said what they hold: a pause, no error."""
+        self._is_behind = True
         self._loop.remove_reader(self._peer)
-        self._loop.call_later(seconds, self._go_on)
+        self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        if self._peer.fileno() >= 0:
+            if self._is_reading:
+                self._loop.add_reader(self._peer, self._readable)
+            self._go_on()
 
     def _go_on(self) -> None:
+        """The turn of a frame that had to wait."""
+        self._is_behind = False
         if self._peer.fileno() >= 0:
-            self._loop.add_reader(self._peer, self._readable)
-            del self._received[: self._take_frames(self._received)]
+            del self._received[: self._take_frame(self._received)]
 
     def _hello(self, kind: int, token: bytes) -> None:
         session_id = self._transport.tokens.redeem(token) if kind == HELLO else None
