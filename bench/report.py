@@ -61,10 +61,15 @@ What is left is Python on a machine that sleeps: it would take a native core, an
 
 ### Fairness
 
-The daemon answers one request of each connection in turn, so that a neighbour's flood costs a step at most the
-neighbour's step that is being answered, and one more. In "scale and fairness" both schedulers share one core, because
-the machine has two and the daemon has the other: what they take from each other there is in the ratio, too, which lay
-between 2.0 and 3.6 in four runs of at least 300 steps.
+The daemon answers one request of each connection in turn, also of those that send many ahead, so that a neighbour's
+flood costs a step at most the neighbour's step that is being answered, and one more. A step of the flood takes 256 new
+blocks and some 2 ms in the daemon, most of it the one turn that must not be divided: decoding before it and encoding
+after it are a quarter, too little to be worth turns of their own.
+
+In "scale and fairness" both schedulers share one core, because the machine has two and the daemon has the other. The
+neighbour's process, in both cases, gives way on it at once (SCHED_IDLE): it floods while the scheduler waits or thinks,
+and the ratio is what the daemon does to the scheduler, not what the two take from each other's core, but for cold
+caches. The ratio is the median of three rounds, because p99 of some hundred steps is that of few.
 
 ### What long prompts cost
 
