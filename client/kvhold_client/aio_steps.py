@@ -6,6 +6,7 @@ call ─▶ write ─▶ read ─▶ answer
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -35,7 +36,7 @@ class AsyncSteps:
             return await self._unary(request)
         if self._stream is None:
             self._stream = self._stub.StepStream()
-        stream, self._given_up = self._stream, ""
+        stream, self._given_up, cancels = self._stream, "", _num_cancels()
         late = asyncio.get_running_loop().call_later(self._settings.timeout_s, self._give_up, "no answer in time")
         try:
             await stream.write(request)
@@ -44,7 +45,7 @@ class AsyncSteps:
             answer = grpc.aio.EOF
         except BaseException:
             self.close()
-            if not self._given_up:
+            if not self._given_up or _num_cancels() > cancels:  # who is cancelled ends, whatever else came
                 raise
             raise Unreachable(f"the kvhold daemon at {self._settings.target}: {self._given_up}") from None
         finally:
@@ -89,3 +90,10 @@ class AsyncSteps:
             self._is_missing = True
             return await self._unary(request)
         raise refusal(code.value[0], details, self._settings.target, message or "")
+
+
+def _num_cancels() -> int:
+    """How often the task that runs was asked to end; 0 where asyncio does not count it, before Python 3.11."""
+    task = asyncio.current_task()
+    count: Callable[[], int] = getattr(task, "cancelling", int)
+    return count()

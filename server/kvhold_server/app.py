@@ -36,7 +36,7 @@ from kvhold_server.rpc.fd_wire import wait_readable
 from kvhold_server.rpc.interceptors import Guard
 from kvhold_server.rpc.local_transport import LocalTokens, LocalTransport
 from kvhold_server.rpc.regions import RegionKeeper
-from kvhold_server.rpc.reopen import FormerWorker, reclaim_all, reopen_all
+from kvhold_server.rpc.reopen import FormerWorker, log_notices, reclaim_all, reopen_all
 from kvhold_server.rpc.server import (
     SOCKET_MODE,
     AddressInUse,
@@ -293,6 +293,8 @@ class Daemon:
                 while self.node.tick():
                     await asyncio.sleep(BUSY_SLEEP_S)
                 quarantine.look()
+                if self.warm is not None:
+                    log_notices(self.warm)  # of pools opened meanwhile
             except Exception:
                 self.node.telemetry.num_unexpected_errors += 1
                 logger.exception("tick failed")

@@ -67,6 +67,11 @@ def test_the_environment_names_the_target_and_a_flag_overrides_it(tmp_path: Path
         ("plan --model llama-3.1-8b --dtype fp8", "--dtype goes with --hf-config"),
         ("plan --model llama-3.1-8b --pp 2", "--pp goes with --hf-config"),
         ("plan --model llama-3.1-8b --state-cache all", "--state-cache goes with --hf-config"),
+        ("plan x.json --memory 1GiB", "--memory goes with --model or --hf-config"),
+        ("plan x.json --tp 2", "--tp goes with --model or --hf-config"),
+        ("plan x.json --block-size 32", "--block-size goes with --model or --hf-config"),
+        ("plan x.json --auto-fit", "--auto-fit goes with --model or --hf-config"),
+        ("plan x.json --dtype fp8", "--dtype goes with --model or --hf-config"),
         ("replay t.jsonl --layout foo", "invalid choice"),
         ("replay t.jsonl --backend foo", "invalid choice"),
     ],
@@ -76,6 +81,16 @@ def test_a_flag_that_cannot_be_used_is_refused_before_anything_starts(
 ) -> None:
     assert main(args.split(), {}) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "nobody"}'])
+def test_a_models_file_that_cannot_be_used_is_named_once(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", "--hf-config", str(path)], {}) == 2
+        assert capsys.readouterr().err.count(str(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("args", [["config", "--help"], ["config", "show", "--help"]])

@@ -3,20 +3,26 @@
 import dataclasses
 import io
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvhold_client.cli.console import Console
+from kvhold_client.client import Client
+from kvhold_client.errors import Unreachable
 from kvhold_client.layout import Placement
 from kvhold_client.mapping import RankLayout
 from kvhold_client.replay import counters as shared
+from kvhold_client.replay import worker
 from kvhold_client.replay.metrics_page import MetricsPage
-from kvhold_client.replay.runner import RestartReport
+from kvhold_client.replay.runner import Replay, ReplayPlan, RestartReport
 from kvhold_client.replay.scheduler import SchedulerLimits
 from kvhold_client.replay.summary import Summary, print_summary
 from kvhold_client.replay.trace import TraceError, TraceRow, UnitDigests, read_trace
-from kvhold_client.replay.worker import EXIT_FAILED, Job, main
+from kvhold_client.replay.worker import EXIT_UNREACHABLE, Job, main, once_there
 
 GOOD = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
 
@@ -201,24 +207,65 @@ def test_the_report_is_silent_about_what_did_not_happen() -> None:
     assert not [line for line in report_of(num_reconnects=0) if "restarted" in line or "reconnects" in line]
 
 
-def test_a_scheduler_that_loses_its_daemon_says_so_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def job_in(directory: Path) -> Path:
     job = Job(
-        target=f"unix:{tmp_path / 'gone.sock'}",
+        target=f"unix:{directory / 'gone.sock'}",
         pool="p",
         client_name="scheduler-0",
-        trace=str(tmp_path / "t.jsonl"),
+        trace=str(directory / "t.jsonl"),
         num_rows=1,
         first_row=0,
         stride=1,
-        counters=str(tmp_path / "counters"),
+        counters=str(directory / "counters"),
         slot=0,
         num_slots=1,
         limits=SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=512, max_model_len_tokens=512),
         stamp=False,
     )
-    (tmp_path / "job.json").write_text(job.dump())
-    assert main(str(tmp_path / "job.json")) == EXIT_FAILED
+    path = directory / "job.json"
+    path.write_text(job.dump())
+    return path
+
+
+def test_a_scheduler_whose_daemon_stays_away_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "START_WAIT_S", 0.3)
+    assert main(str(job_in(tmp_path))) == EXIT_UNREACHABLE
     said = capsys.readouterr().err
     assert "cannot be reached" in said and len(said.splitlines()) == 1
+
+
+def test_a_scheduler_waits_for_a_daemon_that_is_being_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "START_PAUSE_S", 0.01)
+    answers = [Unreachable("away"), Unreachable("still away"), None]
+
+    def ask() -> str:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return "pool"
+
+    assert once_there(ask) == "pool" and not answers
+
+
+def test_a_replay_whose_scheduler_met_no_daemon_ends_as_unreachable(tmp_path: Path) -> None:
+    """`kvhold replay` then exits with 3, like each command that finds no daemon."""
+    plan = ReplayPlan(
+        target="unix:/nowhere",
+        pool="p",
+        trace=tmp_path / "t.jsonl",
+        num_rows=1,
+        num_schedulers=1,
+        limits=SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=512, max_model_len_tokens=512),
+        stamp=False,
+        directory=tmp_path,
+    )
+    with Client(plan.target) as client:
+        replay = Replay(plan, client, lambda counters, seconds: None)
+        program = f"import sys; sys.stderr.write('nobody there'); sys.exit({EXIT_UNREACHABLE})"
+        with (tmp_path / "log").open("wb") as log:
+            replay._processes[0] = subprocess.Popen([sys.executable, "-c", program], stderr=log)
+        replay._logs[0] = tmp_path / "log"
+        with pytest.raises(Unreachable, match="nobody there"):
+            replay._watch(time.monotonic())

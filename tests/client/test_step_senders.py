@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,6 +214,25 @@ def test_asyncio_an_aborted_wait_is_unreachable(peer: tuple[Peer, str]) -> None:
         asyncio.get_running_loop().call_later(0.1, steps.abort)
         with pytest.raises(Unreachable):
             await aecho(steps, -1)
+
+    with_asyncio(peer, scenario)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio does not count cancellations before 3.11")
+@pytest.mark.parametrize("is_aborted_first", [True, False])
+def test_asyncio_who_is_cancelled_ends_also_if_the_wait_is_aborted_at_once(
+    peer: tuple[Peer, str], is_aborted_first: bool
+) -> None:
+    async def scenario(steps: AsyncSteps) -> None:
+        waiting = asyncio.create_task(aecho(steps, -1))
+        await asyncio.sleep(0.1)
+        both = [steps.abort, waiting.cancel]
+        for end in both if is_aborted_first else reversed(both):
+            end()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        peer[0].release.set()
+        assert await aecho(steps, 2) == 2
 
     with_asyncio(peer, scenario)
 

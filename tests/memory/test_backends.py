@@ -10,7 +10,7 @@ from kvhold_server.domain.ids import PoolName
 from kvhold_server.memory.backend import ExportKind, RegionRequest
 from kvhold_server.memory.cuda_vmm import CudaVmmBackend
 from kvhold_server.memory.device_with_host import DeviceWithHost
-from kvhold_server.memory.errors import BackendUnavailable, HugePagesUnavailable, UnknownRegion
+from kvhold_server.memory.errors import BackendUnavailable, HugePagesUnavailable, NumaBindFailed, UnknownRegion
 from kvhold_server.memory.host_pages import HugePages
 from kvhold_server.memory.memfd import MemfdBackend
 from tests.memory.fake_driver import FakeDriver
@@ -51,6 +51,11 @@ def test_a_machine_without_a_gpu_has_the_host_backends_and_says_why_not_the_othe
     with pytest.raises(BackendUnavailable):
         make_backends(ServerConfig(state_dir=str(tmp_path), backend="cuda_vmm"))
     make_backends(ServerConfig(state_dir=str(tmp_path)))["posix_shm"].close()  # nothing was left locked
+
+
+def test_a_numa_node_that_is_not_there_keeps_the_daemon_from_starting(tmp_path: Path) -> None:
+    with pytest.raises(NumaBindFailed, match="node 63: this machine has no such node"):
+        make_backends(ServerConfig(state_dir=str(tmp_path), host_numa_node=63))
 
 
 def test_page_options_come_from_the_configuration(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ async def test_an_anonymous_pool_is_recovered_with_a_holder(directory: Path) -> 
     holder.store.close()
 
 
+async def test_a_holder_that_is_away_at_the_start_is_in_the_log(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with memfd(directory, str(directory / "nobody.sock")) as daemon:
+        await daemon.pools.OpenPool(REQUEST)
+    lines = [record for record in caplog.records if "nobody.sock" in record.message]
+    assert lines and lines[0].levelname == "WARNING" and "nothing outlives this daemon" in lines[0].message
+
+
 async def test_a_holder_that_lost_everything_makes_the_pool_fresh_and_says_so(directory: Path) -> None:
     holder = HolderThread(directory / "h.sock")
     async with memfd(directory, str(holder.path)) as daemon:

@@ -1,5 +1,6 @@
 """Quotas are operators' settings: a daemon that died forgets none that it had confirmed."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,34 @@ async def test_a_pool_whose_memory_is_lost_keeps_its_quotas(directory: Path) -> 
         assert daemon.node.pools[POOL].quotas == {"t": 3}
     async with posix(directory) as daemon:
         assert daemon.node.pools[POOL].quotas == {"t": 3}
+
+
+def as_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_anybodys(path: Path) -> None:
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize("spoil", [as_a_directory, as_anybodys])
+async def test_quotas_that_cannot_be_read_cost_the_quotas_and_not_the_cache(
+    directory: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await daemon.open_session()
+        await session.admit(1, 48, 1, 2, 3)
+        await session.admit(2, 16)  # what the first one computed counts from now on
+        await set_quota(daemon, "t", 3)
+    spoil(directory / "pools" / "p.quotas")
+    async with posix(directory) as daemon:
+        opened = await daemon.pools.OpenPool(pool_request())
+        assert opened.outcome == pool_pb2.OPEN_POOL_OUTCOME_RECOVERED and opened.recovery.num_kept_blocks
+        assert daemon.node.pools[POOL].quotas == {}
+    (line,) = [record for record in caplog.records if "begins without quotas" in record.message]
+    assert line.levelname == "WARNING" and "pool p " in line.message and "p.quotas" in line.message
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from kvhold_server.domain.ids import PoolName
 from kvhold_server.domain.pool_config import GroupConfig, GroupKind, PoolConfig
 from kvhold_server.memory import second_look
 from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.block_table_header import RECORDS_OFFSET, TableIdentity
 from kvhold_server.memory.second_look import SecondLook
 from kvhold_server.node.warm_restart import fill_from
+from tests.recovery.test_warm_restart import directory, pool_request, posix
+
+__all__ = ["directory"]  # the fixture
 
 IDENTITY = TableIdentity.of(plan="plan", byte_format="format", options="options", regions="regions", content="content")
 NUM_BLOCKS = 200
@@ -95,6 +99,21 @@ def test_if_it_takes_too_long_it_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
     look = SecondLook.begin(table_with(tmp_path / "t", seed=1).path, NUM_BLOCKS)
     assert look is not None and look.verdict() is None
     assert look._process.returncode is not None
+
+
+async def test_a_second_look_that_fails_leaves_a_warning_and_the_cache(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with posix(directory) as daemon:
+        await daemon.pools.OpenPool(pool_request())
+        session = await daemon.open_session()
+        await session.admit(1, 48, 1, 2, 3)
+        await session.admit(2, 16)  # what the first one computed counts from now on
+    monkeypatch.setattr(second_look, "_PROGRAM", "raise SystemExit(7)")
+    async with posix(directory) as daemon:
+        assert daemon.node.pools[PoolName("p")].recovery.num_kept_blocks
+    (line,) = [record for record in caplog.records if "second look" in record.message]
+    assert line.levelname == "WARNING" and "pool p" in line.message and "ended with 7" in line.message
 
 
 def test_one_core_or_a_small_table_is_not_worth_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from kvhold.v1 import admin_pb2 as pb
 from kvhold.v1 import admin_pb2_grpc
+from kvhold_server.rpc import admin_door
 from kvhold_server.rpc.admin_door import MAX_CONNECTIONS
+from kvhold_server.rpc.fd_peer import Peer
 from kvhold_server.rpc.server import SocketPathUnusable
 from tests.rpc.harness import RunningDaemon, running
 
@@ -62,6 +64,31 @@ async def test_grpc_itself_listens_where_only_our_user_can_connect(daemon: Runni
     outer, inner = Path(admin_path(daemon)), Path(f"{admin_path(daemon)}.in")
     assert stat.S_IMODE(outer.stat().st_mode) == 0o660
     assert stat.S_IMODE(inner.stat().st_mode) == 0o600
+
+
+async def test_who_is_not_let_in_is_in_the_log_once_in_a_while(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stranger(connection: socket.socket) -> Peer:
+        return Peer(pid=4711, uid=4242, gid=4243, groups=frozenset())
+
+    async def knock() -> None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, admin_path(daemon))
+            assert await asyncio.wait_for(loop.sock_recv(client, 1), 5) == b""
+
+    def lines() -> list[str]:
+        return [record.message for record in caplog.records if "refused an administrator" in record.message]
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(admin_door, "peer_of", stranger)
+    for _ in range(5):
+        await knock()
+    assert len(lines()) == 1 and "uid 4242 gid 4243" in lines()[0]
+    monkeypatch.setattr(admin_door, "REFUSAL_LOG_INTERVAL_S", 0.0)
+    await knock()
+    assert len(lines()) == 2 and "4 more" in lines()[1]
 
 
 async def test_drain_tells_its_last_word_through_the_door(short_dir: Path) -> None:

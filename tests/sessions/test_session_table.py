@@ -125,6 +125,9 @@ def test_resuming_fences_the_old_epoch() -> None:
     with pytest.raises(SessionFenced) as caught:
         table.require(opened.session.session_id, 1)
     assert (caught.value.epoch, caught.value.current_epoch) == (1, 2)
+    assert caught.value.why == "the session was resumed since"
+    with pytest.raises(SessionFenced, match="nobody was ever given this epoch, the newest is 2"):
+        table.require(opened.session.session_id, 3)
     with pytest.raises(SessionFenced):
         table.close(opened.session.session_id, 1, 0, 1.0)
     with pytest.raises(SessionFenced):

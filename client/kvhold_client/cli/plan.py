@@ -8,7 +8,7 @@ A daemon plans; if none is named and none listens where one is expected, a tempo
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -28,6 +28,18 @@ from kvhold_client.plan import Plan
 MAX_FILE_BYTES = 32 * 1024 * 1024
 STRATEGIES = ("modern", "legacy", "compact")
 HF_CONFIG_ONLY = {"dtype": "auto", "pp": 1, "state_cache": "none"}  # flag → default
+NOT_WITH_FILE = {
+    "memory": 40 * GIB,
+    "block_size": 16,
+    "max_model_len": 0,
+    "max_num_seqs": 256,
+    "layout": "LBNHC",
+    "strategy": "modern",
+    "ranks": 1,
+    "auto_fit": False,
+    **HF_CONFIG_ONLY,
+}
+FLAGS = {"ranks": "--tp"}  # that are not called like their values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +96,7 @@ def plan_source(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
 
 def _from_file(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
     path: Path = args.request
+    _refuse(args, NOT_WITH_FILE, "goes with --model or --hf-config; FILE says it itself")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"{path}: larger than {MAX_FILE_BYTES} bytes, the bound of one message")
@@ -96,9 +109,7 @@ def _from_file(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
 
 
 def _from_model(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
-    for flag, value in HF_CONFIG_ONLY.items():
-        if getattr(args, flag) != value:
-            raise UsageError(f"--{flag.replace('_', '-')} goes with --hf-config; a model named by --model has its own")
+    _refuse(args, HF_CONFIG_ONLY, "goes with --hf-config; a model named by --model has its own")
     try:
         return MODELS[args.model].title, model_plan_request(
             args.model,
@@ -118,8 +129,14 @@ def _from_model(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
 def _from_hf_config(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest]:
     path: Path = args.hf_config
     try:
+        config = read_hf_config(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # names the file itself: it may be the one in the directory `path`
+        raise UsageError(str(error)) from None
+    try:
         request = plan_request_from_hf_config(
-            read_hf_config(path),
+            config,
             memory_bytes=args.memory,
             tensor_parallel_size=args.ranks,
             pipeline_parallel_size=args.pp,
@@ -132,11 +149,16 @@ def _from_hf_config(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest
             state_cache_mode=args.state_cache,
             auto_fit=args.auto_fit,
         )
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     return f"{path.parent.name or path.stem} ({request.config.model_type})", request
+
+
+def _refuse(args: argparse.Namespace, defaults: Mapping[str, object], why: str) -> None:
+    """Raises UsageError for a flag that would be ignored."""
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            raise UsageError(f"{FLAGS.get(name, '--' + name.replace('_', '-'))} {why}")
 
 
 # A further source is a flag in `add_arguments` and a line here.

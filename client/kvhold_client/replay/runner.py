@@ -20,7 +20,7 @@ from kvhold_client.local_daemon import daemon_environment
 from kvhold_client.replay.counters import DONE, LIVE, SKIPPED, SharedCounters
 from kvhold_client.replay.metrics_page import MetricsPage, fetch_metrics
 from kvhold_client.replay.scheduler import MAX_HEADS, SchedulerLimits
-from kvhold_client.replay.worker import Job
+from kvhold_client.replay.worker import EXIT_UNREACHABLE, Job
 
 POLL_S = 0.05
 SETTLE_S = 3.0  # the metrics page may be a moment behind
@@ -208,6 +208,8 @@ class Replay:
             for slot, process in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
+                    if process.returncode == EXIT_UNREACHABLE:
+                        raise Unreachable(self._failure(slot, process.returncode))
                     if process.returncode:
                         failures.append(self._failure(slot, process.returncode))
             self._look_for_release(now - started)

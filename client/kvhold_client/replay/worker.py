@@ -1,18 +1,20 @@
 """One scheduler as a process of its own: `python -m kvhold_client.replay.worker JOB.json`.
 
 Everything that it did is in the shared counters, so that the parent knows it even after SIGKILL. It ends with 0, or
-writes why not to stderr.
+writes why not to stderr. A daemon that is being replaced when it starts is waited for.
 """
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from kvhold_client.client import Client
-from kvhold_client.errors import KvholdError
+from kvhold_client.errors import KvholdError, Unreachable
 from kvhold_client.replay.counters import DONE, SKIPPED, SharedCounters
 from kvhold_client.replay.forward import Forward
 from kvhold_client.replay.scheduler import Scheduler, SchedulerLimits
@@ -20,7 +22,11 @@ from kvhold_client.replay.stamps import Stamper
 from kvhold_client.replay.trace import TraceRow, read_trace
 
 EXIT_FAILED = 1
+EXIT_UNREACHABLE = 3
 EXIT_MISMATCH = 5
+START_WAIT_S = 30.0  # for a daemon that is away; less than what the parent takes for a standstill
+START_PAUSE_S = 0.2
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,8 @@ def run(job: Job) -> int:
     """Connects, maps, replays."""
     counters = SharedCounters(Path(job.counters), job.num_slots, job.num_rows)
     with Client(job.target) as client:
-        pool = client.get_pool(job.pool)
-        with pool.open_session(client_name=job.client_name) as session:
+        pool = once_there(lambda: client.get_pool(job.pool))
+        with once_there(lambda: pool.open_session(client_name=job.client_name)) as session:
             memory = pool.map_rank(0, session=session, library="numpy") if job.stamp else None
             forward = None
             if memory is not None:
@@ -81,10 +87,25 @@ def run(job: Job) -> int:
     return EXIT_MISMATCH if mismatches else 0
 
 
+def once_there(ask: Callable[[], Result]) -> Result:
+    """Its answer, as soon as there is a daemon. Raises Unreachable if none comes in START_WAIT_S."""
+    deadline = time.monotonic() + START_WAIT_S
+    while True:
+        try:
+            return ask()
+        except Unreachable:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(START_PAUSE_S)
+
+
 def main(path: str) -> int:
     """Runs the job in that file. What the daemon or the way to it refuses is one line, not a traceback."""
     try:
         return run(Job.load(Path(path).read_text()))
+    except Unreachable as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_UNREACHABLE
     except KvholdError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED

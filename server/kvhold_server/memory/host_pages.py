@@ -158,12 +158,17 @@ def _address(mapping: mmap.mmap) -> int:
     return address
 
 
-def _bind(mapping: mmap.mmap, size_bytes: int, numa_node: int) -> None:
-    number = _MBIND_SYSCALL.get(platform.machine())
-    if number is None:
+def check_numa_node(numa_node: int) -> None:
+    """Whether memory can be bound to it at all. Raises NumaBindFailed."""
+    if platform.machine() not in _MBIND_SYSCALL:
         raise NumaBindFailed(numa_node, f"not known how on {platform.machine()}")
     if not 0 <= numa_node < _MAX_NUMA_NODES or not (_NODE_DIRECTORY / f"node{numa_node}").is_dir():
         raise NumaBindFailed(numa_node, "this machine has no such node")
+
+
+def _bind(mapping: mmap.mmap, size_bytes: int, numa_node: int) -> None:
+    check_numa_node(numa_node)
+    number = _MBIND_SYSCALL[platform.machine()]
     words = _MAX_NUMA_NODES // 64
     mask = (ctypes.c_uint64 * words)()
     mask[numa_node // 64] = 1 << (numa_node % 64)

@@ -26,7 +26,13 @@ class QuotaRecords:
     ) -> tuple["QuotaRecords", dict[str, int]]:
         """The file, and the quotas by tenant that a former daemon left. Raises ShmTooSmall, SystemCallFailed."""
         slots, former = RecordSlots.open(path, max_records=max_tenants, slot_bytes=SLOT_BYTES, hit=hit)
-        return cls(slots), {tenant: fields[_BLOCKS] for tenant, fields in former.items()}
+        # a record without it is another version's
+        return cls(slots), {tenant: fields[_BLOCKS] for tenant, fields in former.items() if _BLOCKS in fields}
+
+    @property
+    def problem(self) -> str:
+        """Why a former daemon's file could not be used; empty if it could, or there was none."""
+        return self._slots.problem
 
     def put(self, tenant: str, max_held_blocks: int) -> None:
         """Bounds a tenant, newly or anew. Raises RecordsFull."""

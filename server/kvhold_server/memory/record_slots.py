@@ -38,6 +38,7 @@ class RecordSlots:
         self._slot_bytes = slot_bytes
         self._hit = hit
         self._free = list(range(len(file.bytes) // slot_bytes - 1, -1, -1))
+        self.problem = ""  # why a file that was there could not be used
         self._slots: dict[str, int] = {}
         self._change = 0
 
@@ -51,10 +52,13 @@ class RecordSlots:
         Raises ShmTooSmall, SystemCallFailed.
         """
         former: dict[str, dict[str, Any]] = {}
+        problem = ""
         try:
             old = MappedFile.open(path)
-        except (FileNotFoundError, RegionMismatch):
+        except FileNotFoundError:
             pass
+        except RegionMismatch as error:
+            problem = str(error)
         else:
             former = _read_all(old, slot_bytes)
             old.close()
@@ -67,6 +71,7 @@ class RecordSlots:
         records._slots = {key: slot for slot, key in enumerate(former)}
         records._free = records._free[: max_records + 1 - len(former)]  # ends with the lowest free slot
         records._change = len(former)
+        records.problem = problem
         return records, former
 
     def put(self, key: str, fields: Mapping[str, Any]) -> None:

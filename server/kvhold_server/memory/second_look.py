@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from array import array
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +32,7 @@ class SecondLook:
 
     def __init__(self, process: "subprocess.Popen[bytes]", fd: int) -> None:
         """Use `begin`."""
+        self.problem = ""  # why there was no verdict
         self._process = process
         self._fd = fd
 
@@ -57,11 +57,14 @@ class SecondLook:
         """Waits for it. None: the caller must look for itself."""
         try:
             if self._process.wait(TIMEOUT_S) == 0:
-                with suppress(ValueError):  # not all of it is there
-                    return _unpacked(self._fd)
+                return _unpacked(self._fd)
+            self.problem = f"it ended with {self._process.returncode}"
+        except ValueError as error:
+            self.problem = f"its verdict is not whole: {error}"
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            self.problem = f"it took more than {TIMEOUT_S:g} s"
         finally:
             os.close(self._fd)
         return None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import MemoryBackend, Region
@@ -77,6 +78,7 @@ class WarmRestart:
             state_directory / "workers", max_workers=max_workers, hit=hit
         )
         self.num_unrecorded_workers = 0  # the file was full
+        self._notices: list[str] = []  # what went wrong and was got over
         self.lost: dict[PoolName, tuple[str, str]] = {}  # pools that could not be offered again → reason, detail
         self._boot_id = boot_id
         self._hit = hit
@@ -123,6 +125,9 @@ class WarmRestart:
         with garbage_collection_paused():
             filled = fill_from(table, opening.config)
         found, pool, refused = filled.found, filled.pool, filled.refused
+        if filled.problem:
+            notice = f"pool {command.name}: no second look at its table, which took longer: {filled.problem}"
+            self._notices.append(notice)
         table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
         table.mark_clean(False)
         num_drawable = _drop_allotted(pool, table)
@@ -176,12 +181,28 @@ class WarmRestart:
 
     # ------------------------------------------------------------------ quotas
     def quotas(self, name: PoolName) -> dict[str, int]:
-        """What a former daemon was told that tenants may hold of the pool. Raises ShmTooSmall, SystemCallFailed."""
+        """What a former daemon was told that tenants may hold of the pool. Nothing, and a notice, if it cannot be read:
+        a cache is not given up for that.
+        """
         path = self.manifests.quotas_path(name)
         if not path.exists():
             return {}
-        self._quotas[name], former = QuotaRecords.open(path, max_tenants=self._max_tenants, hit=self._hit)
+        try:
+            records, former = QuotaRecords.open(path, max_tenants=self._max_tenants, hit=self._hit)
+        except KvholdError as error:
+            self._notices.append(f"pool {name} begins without quotas: {error}")
+            return {}
+        self._quotas[name] = records
+        if records.problem:
+            self._notices.append(f"pool {name} begins without quotas: {records.problem}")
         return former
+
+    def take_notices(self) -> list[str]:
+        """What went wrong and was got over since the last call: one line each, for the log."""
+        taken = []
+        while self._notices:  # a pool may be opened meanwhile, in a thread
+            taken.append(self._notices.pop(0))
+        return taken
 
     def set_quota(self, name: PoolName, tenant: str, max_held_blocks: int) -> None:
         """From the return on a successor knows it; 0: unbounded. Raises RecordsFull, ShmTooSmall, SystemCallFailed."""
@@ -282,6 +303,7 @@ class FilledPool:
     pool: Pool
     found: RecoveredBlocks
     refused: list[int]  # this pool has no place for them
+    problem: str = ""  # of the second look
 
 
 def fill_from(table: BlockTable, config: PoolConfig) -> FilledPool:
@@ -296,7 +318,7 @@ def fill_from(table: BlockTable, config: PoolConfig) -> FilledPool:
         pool = Pool(config)
         refused = restore_cached(pool, _recorded(found))
     restore_order(pool, found.order)
-    return FilledPool(pool=pool, found=found, refused=refused)
+    return FilledPool(pool=pool, found=found, refused=refused, problem=look.problem if look is not None else "")
 
 
 def _drop_allotted(pool: Pool, table: BlockTable) -> int:

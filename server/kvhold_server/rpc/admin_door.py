@@ -15,19 +15,24 @@ them is some 100 µs. Engines never come here.
 """
 
 import asyncio
+import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvhold_server.domain.errors import KvholdError
-from kvhold_server.rpc.fd_peer import Peer, check_peer, peer_of
+from kvhold_server.rpc.fd_peer import Peer, PeerNotAllowed, check_peer, peer_of
+
+logger = logging.getLogger(__name__)
 
 INNER_SUFFIX = ".in"
 MAX_CONNECTIONS = 256
 MAX_PAST = 4096  # connections that are remembered after their end
 READ_BYTES = 1 << 16
 CLOSE_WAIT_S = 1.0
+REFUSAL_LOG_INTERVAL_S = 10.0
 UNKNOWN = "unknown"
 
 
@@ -43,6 +48,8 @@ class AdminDoor:
         self._relays: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
+        self._num_unsaid_refusals = 0
+        self._refusal_said_at_s = -REFUSAL_LOG_INTERVAL_S
 
     def caller_of(self, grpc_peer: str) -> str:
         """Who made the connection on which gRPC has this peer."""
@@ -90,7 +97,7 @@ class AdminDoor:
             outer.setblocking(False)
             inner.setblocking(False)
             peer = peer_of(outer)
-            check_peer(peer, self.path, self._group_gid)
+            self._check(peer)
             inner.bind("")
             name = f"unix-abstract:{inner.getsockname()[1:].decode()}"
             self._callers[name] = peer
@@ -103,6 +110,20 @@ class AdminDoor:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
         self._remember(name)
+
+    def _check(self, peer: Peer) -> None:
+        """Raises PeerNotAllowed. Says so in the log, seldom enough that who knocks all the time does not fill it."""
+        try:
+            check_peer(peer, self.path, self._group_gid)
+        except PeerNotAllowed as error:
+            now_s, more = time.monotonic(), self._num_unsaid_refusals
+            self._num_unsaid_refusals += 1
+            if now_s - self._refusal_said_at_s >= REFUSAL_LOG_INTERVAL_S:
+                logger.warning(
+                    "refused an administrator: %s%s", error, f" ({more} more since the last line)" * bool(more)
+                )
+                self._refusal_said_at_s, self._num_unsaid_refusals = now_s, 0
+            raise
 
     def _remember(self, name: str) -> None:
         """Its connection is over."""

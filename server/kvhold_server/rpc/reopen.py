@@ -53,6 +53,7 @@ def reopen_all(node: Node, warm: WarmRestart) -> list[FormerWorker]:
             _reopen(node, warm, warm.as_recorded(manifest))
         except (KvholdError, ValueError) as error:  # ValueError: the message cannot be decoded
             _give_up(warm, manifest.name, error)
+    log_notices(warm)
     for session in warm.former_sessions:
         _restore(node, warm, session)
     found = [(record, _watch(node, warm, record)) for record in warm.former_workers]
@@ -60,6 +61,12 @@ def reopen_all(node: Node, warm: WarmRestart) -> list[FormerWorker]:
         if worker is None:
             node.client_died(record.session_id, record.pid)
     return [worker for _, worker in found if worker is not None]
+
+
+def log_notices(warm: WarmRestart) -> None:
+    """What was got over, and an operator should know of."""
+    for notice in warm.take_notices():
+        logger.warning("%s", notice)
 
 
 def reclaim_all(node: Node) -> None:

@@ -347,7 +347,9 @@ class SessionTable:
                 raise UnknownSession(short_id(session_id))
             raise SessionFenced(short_id(session_id), epoch, end.epoch, f"the session ended ({end.cause.value})")
         if epoch != session.epoch:
-            raise SessionFenced(short_id(session_id), epoch, session.epoch, "the session was resumed since")
+            never = f"nobody was ever given this epoch, the newest is {session.epoch}"
+            why = "the session was resumed since" if epoch < session.epoch else never
+            raise SessionFenced(short_id(session_id), epoch, session.epoch, why)
         if session.end_cause is not None:
             why = f"the session ended ({session.end_cause.value})"
             raise SessionFenced(short_id(session_id), epoch, session.epoch, why)
