@@ -93,6 +93,13 @@ def test_a_models_file_that_cannot_be_used_is_named_once(
         assert capsys.readouterr().err.count(str(tmp_path)) == 1
 
 
+def test_a_models_directory_without_a_config_is_told_which_file_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--hf-config", str(tmp_path)], {}) == 2
+    assert f"{tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args", [["config", "--help"], ["config", "show", "--help"]])
 def test_config_explains_itself(args: "list[str]", capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args, {}) == 0

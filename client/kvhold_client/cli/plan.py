@@ -131,7 +131,7 @@ def _from_hf_config(args: argparse.Namespace) -> tuple[str, plan_pb2.PlanRequest
     try:
         config = read_hf_config(path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{error.filename or path}: {error.strerror}") from None
     except ValueError as error:  # names the file itself: it may be the one in the directory `path`
         raise UsageError(str(error)) from None
     try:
