@@ -13,7 +13,7 @@ from kvhold_server.memory import second_look
 from kvhold_server.memory.block_table import BlockTable
 from kvhold_server.memory.block_table_header import RECORDS_OFFSET, TableIdentity
 from kvhold_server.memory.second_look import SecondLook
-from kvhold_server.node.warm_restart import fill_from
+from kvhold_server.node.filling import fill_from
 from tests.recovery.test_warm_restart import directory, pool_request, posix
 
 __all__ = ["directory"]  # the fixture

@@ -24,22 +24,20 @@ from kvhold_server.domain.errors import KvholdError
 from kvhold_server.domain.ids import PoolName, SessionId
 from kvhold_server.domain.pool_config import PoolConfig
 from kvhold_server.memory.backend import MemoryBackend, Region
-from kvhold_server.memory.block_table import BlockTable, RecoveredBlocks, garbage_collection_paused
+from kvhold_server.memory.block_table import BlockTable, garbage_collection_paused
 from kvhold_server.memory.block_table_header import TableIdentity, generation_of, identity_digest
 from kvhold_server.memory.page_checksums import BlockChecksums, spans_of_group
 from kvhold_server.memory.pool_manifest import ManifestDirectory, PoolManifest, RegionFile
 from kvhold_server.memory.process_identity import start_ticks
 from kvhold_server.memory.quota_records import QuotaRecords
 from kvhold_server.memory.recovery_errors import RecordsFull
-from kvhold_server.memory.second_look import SecondLook
 from kvhold_server.memory.session_records import SessionRecord, SessionRecords, WorkerRecord, WorkerRecords
-from kvhold_server.memory.table_records import Records
+from kvhold_server.node.filling import drop_allotted, fill_from
 from kvhold_server.node.identity import ContentIdentity
 from kvhold_server.node.journal import BlockJournal
 from kvhold_server.node.live_pool import RecoveryReport
 from kvhold_server.node.opening import Opening, OpenPoolCommand
 from kvhold_server.pool.pool import Pool
-from kvhold_server.pool.restore import RecordedBlocks, restore_cached, restore_order
 from kvhold_server.sessions.session import EndCause, Session
 from kvhold_server.sessions.worker_watch import Watch, WatchId, WorkerWatch
 
@@ -130,7 +128,7 @@ class WarmRestart:
             self._notices.append(notice)
         table.forget(block for block in refused if 0 < block < opening.config.num_blocks)
         table.mark_clean(False)
-        num_drawable = _drop_allotted(pool, table)
+        num_drawable = drop_allotted(pool, table)
         journal = _journal(command, pool, table, backend, regions)
         if journal.checksums is not None:
             journal.unverified = dict(zip(found.blocks, found.bytes_checksums, strict=True))
@@ -294,45 +292,6 @@ class WarmRestart:
         self.workers.close()
         for name in list(self._quotas):
             self._close_quotas(name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilledPool:
-    """A pool with the blocks that a table recorded."""
-
-    pool: Pool
-    found: RecoveredBlocks
-    refused: list[int]  # this pool has no place for them
-    problem: str = ""  # of the second look
-
-
-def fill_from(table: BlockTable, config: PoolConfig) -> FilledPool:
-    """Fills a pool on trust while another process looks whether the records may be trusted; most often they may."""
-    look = SecondLook.begin(table.path, config.num_blocks)
-    records = table.records()
-    pool = Pool(config)
-    refused = restore_cached(pool, _recorded(records))
-    verdict = look.verdict() if look is not None else None
-    found = table.settle(records, verdict or table.verdict())
-    if found.num_torn:
-        pool = Pool(config)
-        refused = restore_cached(pool, _recorded(found))
-    restore_order(pool, found.order)
-    return FilledPool(pool=pool, found=found, refused=refused, problem=look.problem if look is not None else "")
-
-
-def _drop_allotted(pool: Pool, table: BlockTable) -> int:
-    """A client may have drawn these, and overwritten them, without a word: nobody hits them. How many could be hit."""
-    blocks = table.allotted()
-    num = pool.evict(blocks)
-    pool.take_events()
-    table.forget(blocks)
-    table.allot([])
-    return num
-
-
-def _recorded(found: Records | RecoveredBlocks) -> RecordedBlocks:
-    return RecordedBlocks(blocks=found.blocks, groups=found.groups, hashes=found.hashes, key_tokens=found.key_tokens)
 
 
 def is_persistent(command: OpenPoolCommand, backend: MemoryBackend) -> bool:
