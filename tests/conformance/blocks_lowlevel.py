@@ -224,9 +224,9 @@ class ResidencyReplay:
         blocks = row.get("ids", [])
         match row["op"]:
             case "get_new":
-                self.residency.handed_out(blocks)
+                self.residency.handed_out(blocks, [(blocks, None)])
             case "touch":
-                self.residency.touched(blocks)
+                self.residency.touched([(blocks, None)])
             case "evict":
                 for block in blocks:
                     self.residency.ended(block)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from itertools import chain, compress
 
 from kvhold_server.pool.fences import Fences
 from kvhold_server.pool.free_list import FreeList
@@ -22,6 +23,7 @@ from kvhold_server.pool.origin import Origin
 from kvhold_server.pool.prefix_index import PrefixIndex
 from kvhold_server.pool.quarantine import Quarantine
 from kvhold_server.pool.residency import Residency
+from kvhold_server.pool.runs import SHORTEST, Piece, read, write
 
 
 class BlockStore:
@@ -48,6 +50,7 @@ class BlockStore:
         "quarantine",
         "refs",
         "residency",
+        "runs",
         "secondary",
         "tracking",
         "version",
@@ -77,7 +80,7 @@ class BlockStore:
         self.prefixes = PrefixIndex(
             num_blocks=num_blocks, num_groups=num_groups, report_events=report_events, num_ghosts=num_ghosts
         )
-        self.residency = Residency(sample_every)
+        self.residency = Residency(sample_every, num_blocks)
         self.watchers: dict[int, Callable[[int], None]] = {}  # of released blocks: told when the bytes are lost
         self.num_cached = 0  # free blocks that have a hash
         self.has_copies = False  # blocks may be held by copies, not by tables alone
@@ -90,7 +93,7 @@ class BlockStore:
         prefixes = self.prefixes
         self.key_of, self.origin_of, self.key_tokens = prefixes.key_of, prefixes.origin_of, prefixes.key_tokens
         self.index, self.copies, self.secondary = prefixes.index, prefixes.copies, prefixes.secondary
-        self.ghosts = prefixes.ghosts
+        self.ghosts, self.runs = prefixes.ghosts, prefixes.runs
         self.dead_refs = self.quarantine.dead_refs
 
     def available(self, session: int) -> int:
@@ -110,10 +113,13 @@ class BlockStore:
         if num_plain < count and self.caching:
             self.num_cached -= self.prefixes.forget(blocks[num_plain:] if num_plain else blocks)
         refs = self.refs
-        for block in blocks:
-            refs[block] = 1
+        if count < SHORTEST:
+            for block in blocks:
+                refs[block] = 1
+        else:
+            write(refs, self.runs.cut(blocks), 1)
         if self.residency.every:
-            self.residency.handed_out(blocks)
+            self.residency.handed_out(blocks, self.runs.cut(blocks))
         if self.watchers:
             self._tell_watchers(blocks)
         return blocks
@@ -123,13 +129,16 @@ class BlockStore:
         refs = self.refs
         if self.dead_refs:
             self.quarantine.revive(blocks)
-        leaving = [block for block in blocks if not refs[block] and block]
-        if len(leaving) == len(blocks):
-            for block in blocks:
-                refs[block] = 1
+        pieces = self.runs.cut(blocks)
+        if not any(read(refs, pieces)) and all(blocks) and _are_different(pieces):
+            write(refs, pieces, 1)
+            leaving = blocks
         else:
+            leaving = []
             for block in blocks:
                 if block:
+                    if not refs[block]:
+                        leaving.append(block)
                     refs[block] += 1
         if leaving:
             self.version += 1
@@ -138,9 +147,9 @@ class BlockStore:
             if self.tracking:
                 self.fences.leave_free(leaving)
         if self.residency.every:
-            self.residency.touched(blocks)
+            self.residency.touched(pieces)
 
-    def let_go(self, blocks: Iterable[int], step: OpenStep | None, *, fence_own: bool = False) -> None:
+    def let_go(self, blocks: list[int], step: OpenStep | None, *, fence_own: bool = False) -> None:
         """One reference less to each of these blocks, in order; null entries are skipped.
 
         Those without any go back to the free list: without hash to its front, with hash to its back. `step` is the step
@@ -150,22 +159,26 @@ class BlockStore:
         plain: list[int] = []
         hashed: list[int] = []
         if step is not None and self.tracking:
-            blocks = list(blocks)
             self.fences.let_go(step.fence_for(fence_own=fence_own), [block for block in blocks if block])
-        for block in blocks:
-            if block:
-                count = refs[block] - 1
-                refs[block] = count
-                if not count:
-                    if key_of[block] is None:
-                        plain.append(block)
+        pieces: Iterable[Piece] = ((blocks, None),) if len(blocks) < SHORTEST else self.runs.cut(blocks)
+        for piece, where in pieces:
+            if where is not None and refs[where].count(1) == len(piece):
+                self._let_go_together(piece, where, plain, hashed)
+                continue
+            for block in piece:
+                if block:
+                    count = refs[block] - 1
+                    refs[block] = count
+                    if not count:
+                        if key_of[block] is None:
+                            plain.append(block)
+                        else:
+                            hashed.append(block)
                     else:
-                        hashed.append(block)
-                else:
-                    if dead_refs and count == dead_refs.get(block):
-                        self.quarantine.num_blocks += 1
-                    if self.has_copies and step is not None and not self.tracking:
-                        step.released.append([block])  # a copy's end comes free with an earlier step than this one
+                        if dead_refs and count == dead_refs.get(block):
+                            self.quarantine.num_blocks += 1
+                        if self.has_copies and step is not None and not self.tracking:
+                            step.released.append([block])  # a copy's end comes free with an earlier step than this one
         if plain:
             self.free.prepend(plain)
         if hashed:
@@ -180,6 +193,18 @@ class BlockStore:
                 step.released.append(plain)
             if hashed:
                 step.released.append(hashed)
+
+    def _let_go_together(self, blocks: list[int], where: slice, plain: list[int], hashed: list[int]) -> None:
+        """Each of these is held once. Sorts them by whether they have a hash."""
+        self.refs[where] = [0] * len(blocks)
+        keys = self.key_of[where]
+        num = next((i for i, key in enumerate(keys) if key is not None), len(keys))  # of the end, not full yet
+        if all(keys[num:]):
+            plain += blocks[:num]
+            hashed += blocks[num:]
+        else:
+            plain += [block for block, key in zip(blocks, keys, strict=True) if key is None]
+            hashed += compress(blocks, keys)
 
     def let_go_of_dead(self, blocks: list[int]) -> None:
         """Lets go of a dead session's references, in this order."""
@@ -238,3 +263,11 @@ class BlockStore:
         self.prefixes.check_invariants(provisional)
         self.fences.check_invariants(free)
         self.quarantine.check_invariants()
+
+
+def _are_different(pieces: list[Piece]) -> bool:
+    """No block twice, as a prompt with the same hash twice would have it."""
+    if len(pieces) == 1 and pieces[0][1] is not None:
+        return True
+    blocks = list(chain.from_iterable(piece for piece, _ in pieces))
+    return len(set(blocks)) == len(blocks)

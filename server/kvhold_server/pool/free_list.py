@@ -203,9 +203,13 @@ class FreeList:
 
     def leave(self, blocks: list[int]) -> None:
         """These blocks, free and with a hash (so in the queue or a run), are held from now on."""
+        queue, num = self._queue, len(blocks)
+        self.count -= num
+        if 0 < num <= len(queue) - self._head and queue[-1] == blocks[0] and queue[-num:] == blocks[::-1]:
+            del queue[-num:]  # a prefix that was freed last, as its owner's next turn finds it: no void entry is left
+            return
         self._stale.update(blocks)
-        self.count -= len(blocks)
-        self._num_stale += len(blocks)
+        self._num_stale += num
         if self._num_stale > self.count + _COMPACT_AT:
             self._compact()
 

@@ -13,14 +13,14 @@ block that still has it; `copies` lists all of them, in order, only where there 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
+from operator import itemgetter
 
 from kvhold_server.pool.ghosts import Ghosts
 from kvhold_server.pool.origin import Origin
+from kvhold_server.pool.runs import SHORTEST, Runs, read, write
 from kvhold_server.pool.values import Completed, Event, Removed
-
-_BULK = 64  # from so many blocks on, looking whether the quick way is open costs less than the slow one
 
 
 class PrefixIndex:
@@ -37,6 +37,7 @@ class PrefixIndex:
         "num_provisional_blocks",
         "num_published",
         "origin_of",
+        "runs",
         "secondary",
         "tells_stored",
         "version",
@@ -49,6 +50,7 @@ class PrefixIndex:
         self.index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.copies: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.secondary: dict[int, list[bytes]] = {}  # further hashes of a block: shorter prefixes that end inside it
+        self.runs = Runs(num_blocks)
         self.num_provisional = 0  # origins that are not public
         self.num_provisional_blocks = 0
         self.num_published = 0  # blocks that got a hash, ever
@@ -59,33 +61,51 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ publishing
     def publish(
-        self, group: int, blocks: list[int], hashes: list[bytes], origin: Origin, lengths: Iterable[int]
+        self, group: int, blocks: list[int], hashes: list[bytes], origin: Origin, lengths: Sequence[int]
     ) -> int:
         """Gives each block its hash, which stands for as many tokens as `lengths` says.
 
         The blocks have no hash. Returns how many of the hashes had another block before.
         """
-        index, copies = self.index[group], self.copies[group]
         key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         num_duplicates, num = 0, len(blocks)
-        if num >= _BULK and index.keys().isdisjoint(hashes) and len(set(hashes)) == num == len(hashes):
-            index.update(zip(hashes, blocks, strict=True))
-        else:
-            for block, key in zip(blocks, hashes, strict=False):
-                first = index.setdefault(key, block)
+        firsts = list(map(self.index[group].setdefault, hashes, blocks))
+        if firsts != blocks:
+            copies = self.copies[group]
+            for first, block, key in zip(firsts, blocks, hashes, strict=False):
                 if first != block:
                     copies.setdefault(key, [first]).append(block)
                     num_duplicates += 1
-        for block, key, tokens in zip(blocks, hashes, lengths, strict=False):
-            key_of[block] = key
-            origin_of[block] = origin
-            key_tokens[block] = tokens
+        if num >= SHORTEST:
+            self._name_together(blocks, hashes, origin, lengths)
+        else:
+            for block, key, tokens in zip(blocks, hashes, lengths, strict=False):
+                key_of[block] = key
+                origin_of[block] = origin
+                key_tokens[block] = tokens
         origin.parts.append(blocks)
         origin.num_blocks += num
         self.num_provisional_blocks += num
         self.num_published += num
         self.version += 1
         return num_duplicates
+
+    def _name_together(self, blocks: list[int], hashes: list[bytes], origin: Origin, lengths: Sequence[int]) -> None:
+        key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
+        start = 0
+        for piece, where in self.runs.cut(blocks):
+            end = start + len(piece)
+            keys, tokens = hashes[start:end], lengths[start:end]
+            if where is not None and len(keys) == len(piece):
+                key_of[where] = keys
+                origin_of[where] = [origin] * len(piece)
+                key_tokens[where] = array("i", tokens)
+            else:
+                for block, key, num_tokens in zip(piece, keys, tokens, strict=False):
+                    key_of[block] = key
+                    origin_of[block] = origin
+                    key_tokens[block] = num_tokens
+            start = end
 
     def publish_partial(self, block: int, key: bytes, origin: Origin, tokens: int) -> None:
         """One more hash for a block: a prefix of `tokens` tokens that ends inside it. It has no such hash yet."""
@@ -151,15 +171,17 @@ class PrefixIndex:
     # ------------------------------------------------------------ finding
     def visible_prefix(self, group: int, hashes: list[bytes], session: int) -> list[int]:
         """Blocks of the leading hashes that this session may see; ends before the first one that has none."""
-        get = self.index[group].get
+        index = self.index[group]
         found: list[int] = []
         start, size, end = 0, 32, len(hashes)
         while start < end:
-            chunk = list(map(get, hashes[start : start + size], repeat(0)))
-            if not all(chunk):
-                found += chunk[: chunk.index(0)]
+            part = hashes[start : start + size]
+            try:
+                found += itemgetter(*part)(index) if len(part) > 1 else (index[part[0]],)
+            except KeyError as missing:
+                part = part[: part.index(missing.args[0])]
+                found += map(index.__getitem__, part)
                 break
-            found += chunk
             start += size
             size *= 4
         if self.num_provisional and found:
@@ -168,7 +190,7 @@ class PrefixIndex:
 
     def _cut_invisible(self, group: int, hashes: list[bytes], found: list[int], session: int) -> list[int]:
         origin_of = self.origin_of
-        origins = set(map(origin_of.__getitem__, found))
+        origins = set(read(origin_of, self.runs.cut(found)))
         if all(origin.is_public or origin.session == session for origin in origins):  # type: ignore[union-attr]
             return found
         for i, block in enumerate(found):
@@ -248,20 +270,22 @@ class PrefixIndex:
         """As `forget` for one group, in bulk. None, and nothing is done, if some hash has other blocks or is
         provisional."""
         key_of, origin_of, copies, index = self.key_of, self.origin_of, self.copies[0], self.index[0]
-        keys = list(map(key_of.__getitem__, blocks))
-        if None in keys:
+        pieces = self.runs.cut(blocks)
+        keys = read(key_of, pieces)
+        if not all(keys):
             blocks = [block for block, key in zip(blocks, keys, strict=True) if key is not None]
-            keys = list(filter(None, keys))
+            pieces = self.runs.cut(blocks)
+            keys = read(key_of, pieces)
         if not keys:
             return 0
         if copies and not copies.keys().isdisjoint(keys):
             return None
-        if self.num_provisional and not all(o.is_public for o in set(map(origin_of.__getitem__, blocks))):  # type: ignore[union-attr]
+        if self.num_provisional and not all(o.is_public for o in set(read(origin_of, pieces))):  # type: ignore[union-attr]
             return None
         for key in keys:
             del index[key]  # type: ignore[arg-type]
-        for block in blocks:
-            key_of[block] = origin_of[block] = None
+        write(key_of, pieces, None)
+        write(origin_of, pieces, None)
         self.ghosts.add(keys)  # type: ignore[arg-type]
         if self.events is not None:
             event = self._new_removed(0)

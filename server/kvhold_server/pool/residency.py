@@ -5,7 +5,9 @@ Every k-th block handed out is watched (a count, not a random draw, so that runs
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
+
+from kvhold_server.pool.runs import Piece
 
 _MAX_SAMPLES = 4_096
 _MAX_ACCESSES = 4
@@ -31,36 +33,48 @@ class _Watched:
 class Residency:
     """Watches a sample of blocks; drain with `take_samples`."""
 
-    __slots__ = ("_num_handed_out", "_samples", "_watched", "every", "now_s")
+    __slots__ = ("_is_watched", "_num_handed_out", "_samples", "_watched", "every", "now_s")
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, num_blocks: int) -> None:
         self.every = every  # 0 = off
         self.now_s = 0.0
         self._num_handed_out = 0
         self._watched: dict[int, _Watched] = {}
+        self._is_watched = bytearray(num_blocks if every else 0)  # by block, so that a stretch is asked at once
         self._samples: deque[ResidencySample] = deque(maxlen=_MAX_SAMPLES)
 
-    def handed_out(self, blocks: list[int]) -> None:
-        """Their former content, if watched, is over; some are watched from now on."""
-        watched = self._watched
-        if watched and not watched.keys().isdisjoint(blocks):
-            for block in filter(watched.__contains__, blocks):
+    def handed_out(self, blocks: list[int], pieces: list[Piece]) -> None:
+        """Their former content, if watched, is over; some are watched from now on. `pieces`: the blocks, cut."""
+        watched, is_watched = self._watched, self._is_watched
+        if watched:
+            for block in self._watched_among(pieces):
                 self.ended(block)
         for block in blocks[-self._num_handed_out % self.every :: self.every]:
             watched[block] = _Watched(self.now_s)
+            is_watched[block] = 1
         self._num_handed_out += len(blocks)
 
-    def touched(self, blocks: list[int]) -> None:
+    def touched(self, pieces: list[Piece]) -> None:
         """These blocks were hit."""
-        for block in filter(self._watched.__contains__, blocks):
+        for block in self._watched_among(pieces):
             watched = self._watched[block]
             watched.last_s = self.now_s
             watched.accesses_s.append(self.now_s)
+
+    def _watched_among(self, pieces: list[Piece]) -> list[int]:
+        found: list[int] = []
+        for blocks, where in pieces:
+            if where is None:
+                found += filter(self._watched.__contains__, blocks)
+            else:
+                found += compress(blocks, self._is_watched[where])
+        return found
 
     def ended(self, block: int) -> None:
         """The block's content is gone: emits its sample if it was watched."""
         watched = self._watched.pop(block, None)
         if watched is not None:
+            self._is_watched[block] = 0
             times = list(watched.accesses_s)
             self._samples.append(
                 ResidencySample(
@@ -73,6 +87,7 @@ class Residency:
     def forget(self) -> None:
         """The cache was reset: nothing watched so far counts."""
         self._watched.clear()
+        self._is_watched[:] = bytes(len(self._is_watched))
 
     @property
     def watched(self) -> list[int]:

@@ -15,11 +15,13 @@ restart    as_held          a table that a client says it holds, as the kind kee
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 
 from kvhold_server.domain.pool_config import GroupConfig, PoolConfig
 from kvhold_server.pool.blocks import BlockStore
 from kvhold_server.pool.prefix_index import PrefixIndex
+from kvhold_server.pool.runs import SHORTEST, read
 from kvhold_server.pool.sequence import Sequence
 from kvhold_server.pool.turn import Turn
 from kvhold_server.pool.values import Copy, Stored
@@ -92,6 +94,7 @@ class GroupPolicy:
         self.align_tokens = pool.scheduler_block_tokens  # hits end at its multiples; set by the hybrid
         self.any_eagle = False
         self._is_dense = False
+        self._ends = array("i")  # block_tokens, 2 * block_tokens, ... as far as the longest publishing came
 
     def settle(self) -> None:
         """The hybrid has set what depends on the other groups."""
@@ -128,7 +131,7 @@ class GroupPolicy:
         new = max(required - max(skipped, len(hits)), 0)
         refs = self.store.refs
         used = hits[skipped:] if skipped else hits
-        evictable = list(map(refs.__getitem__, used)).count(0) - used.count(0)  # the null block has no references
+        evictable = read(refs, self.store.runs.cut(used)).count(0) - used.count(0)  # the null block has no references
         return new + evictable + (hit_tokens % self.block_tokens != 0 and bool(hits))
 
     def adopt(self, sequence: Sequence, hits: list[int], hit_tokens: int, total: int) -> None:
@@ -248,7 +251,7 @@ class GroupPolicy:
         duplicates = 0
         if blocks:
             is_run = isinstance(indices, range)
-            lengths = range((start + 1) * size, end * size + 1, size) if is_run else [(i + 1) * size for i in indices]
+            lengths = self._lengths(start, end) if is_run else [(i + 1) * size for i in indices]
             duplicates = prefixes.publish(self.gid, blocks, hashes, turn.origin(self.gid), lengths)
         if prefixes.events is not None and prefixes.tells_stored:
             prefixes.events.append(
@@ -265,6 +268,15 @@ class GroupPolicy:
                     num_duplicates=duplicates,
                 )
             )
+
+    def _lengths(self, start: int, end: int) -> Seq[int]:
+        """Tokens that end with each of these blocks; those of a long stretch are at hand."""
+        size, known = self.block_tokens, self._ends
+        if end - start < SHORTEST:
+            return range((start + 1) * size, end * size + 1, size)
+        if len(known) < end:
+            known.extend(range((len(known) + 1) * size, end * size + 1, size))
+        return known[start:end]
 
     # --------------------------------------------------------------- restart
     def as_held(self, table: list[int]) -> list[int]:
