@@ -76,24 +76,8 @@ class PrefixIndex:
                 if first != block:
                     copies.setdefault(key, [first]).append(block)
                     num_duplicates += 1
-        if num >= SHORTEST:
-            self._name_together(blocks, hashes, origin, lengths)
-        else:
-            for block, key, tokens in zip(blocks, hashes, lengths, strict=False):
-                key_of[block] = key
-                origin_of[block] = origin
-                key_tokens[block] = tokens
-        origin.parts.append(blocks)
-        origin.num_blocks += num
-        self.num_provisional_blocks += num
-        self.num_published += num
-        self.version += 1
-        return num_duplicates
-
-    def _name_together(self, blocks: list[int], hashes: list[bytes], origin: Origin, lengths: Sequence[int]) -> None:
-        key_of, origin_of, key_tokens = self.key_of, self.origin_of, self.key_tokens
         start = 0
-        for piece, where in self.runs.cut(blocks):
+        for piece, where in ((blocks, None),) if num < SHORTEST else self.runs.cut(blocks):
             end = start + len(piece)
             keys, tokens = hashes[start:end], lengths[start:end]
             if where is not None and len(keys) == len(piece):
@@ -106,6 +90,12 @@ class PrefixIndex:
                     origin_of[block] = origin
                     key_tokens[block] = num_tokens
             start = end
+        origin.parts.append(blocks)
+        origin.num_blocks += num
+        self.num_provisional_blocks += num
+        self.num_published += num
+        self.version += 1
+        return num_duplicates
 
     def publish_partial(self, block: int, key: bytes, origin: Origin, tokens: int) -> None:
         """One more hash for a block: a prefix of `tokens` tokens that ends inside it. It has no such hash yet."""
