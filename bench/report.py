@@ -75,7 +75,7 @@ caches. The ratio is the median of three rounds, because p99 of some hundred ste
 
 A prompt of 8,192 blocks brings 256 KiB of digests and takes 8,192 ids back. Each block costs one digest object, one
 look-up in the index, one reference and one table entry in the daemon, each in a C loop where Python has one, and one
-integer in the client.What is kept by block is read and written by slices where a table's ids follow each other, which
+integer in the client. What is kept by block is read and written by slices where a table's ids follow each other, which
 leaves the look-up as the largest part. An index over runs of blocks (a radix tree, or lineage) could make look-up,
 pin and letting go independent of the length: the indented lines of "a prompt of 8,192 cached blocks in the daemon"
 are all that it could save. It was not built: eviction is exact and per block (whoever frees a prompt puts each of its
