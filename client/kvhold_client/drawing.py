@@ -40,6 +40,8 @@ class Drawing:
             if need < 0:
                 need = 0
         else:
+            if mirror.releases_unpublished(sequence, processed):  # to the front of the free list: taken before the rest
+                return False
             missing = mirror.missing_blocks(sequence, slots)
             need = sum(missing)
         if known.refused_extends or (need > foresight.num_available and not mirror.forgets):

@@ -97,6 +97,15 @@ class Mirror:
         """Per group, what an extend would take."""
         return [max(0, -(-slots_needed // size) - len(sequence.tables[g])) for g, size in self.paged]
 
+    def releases_unpublished(self, sequence: Sequence, processed_tokens: int) -> bool:
+        """Would blocks leave a window that were not said to be full, so that they have no hash yet?"""
+        known = min(sequence.published_tokens, sequence.num_hashes * self.shape.hash_block_size_tokens)
+        for g, group in self._forgetful:
+            first_kept = min(group.skip_tokens(processed_tokens) // group.block_size_tokens, len(sequence.tables[g]))
+            if first_kept > sequence.released[g] and first_kept * group.block_size_tokens > known:
+                return True
+        return False
+
     def take_plainly(self, sequence: Sequence, blocks: list[int], publish: int) -> None:
         """As `take_drawn`, in a pool of one group that forgets nothing."""
         table = sequence.tables[0]
