@@ -65,6 +65,10 @@ class Drawing:
             mirror.take_plainly(sequence, blocks, publish)
             known.new_block_ids.append([blocks])
         else:
+            if (
+                blocks and mirror.forgets
+            ):  # a prefix may be lost as a whole, and its sequence need less in a small budget
+                foresight.refused = None
             known.new_block_ids.append(mirror.take_drawn(sequence, missing, blocks, processed, publish))
             if mirror.forgets and max(sequence.released):
                 foresight.more_is_free()

@@ -36,7 +36,7 @@ from kvhold_client.results import ItemStatus
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import Ahead, StepBuilder
-from kvhold_client.step_outcome import StepOutcome
+from kvhold_client.step_outcome import ExtendAsk, StepOutcome
 from kvhold_client.step_reply import StepReply
 
 # Problems that an item's status says already, and that a caller can live with.
@@ -119,6 +119,18 @@ class SequenceTable:
         """Queues a running sequence's need. Call it only beyond `quiet_tokens`; below it is right, and wasteful."""
         if self._is_flying:
             self._land()
+        refused = self._known.refused_extends
+        if self._foresight.is_open and options and refused:  # as the daemon, which tries nothing behind a refusal
+            refused.append(
+                ExtendAsk(
+                    sequence=sequence,
+                    slots_needed=slots_needed,
+                    processed_tokens=processed_tokens,
+                    publish_tokens=publish_tokens,
+                    options=options,
+                )
+            )
+            return
         if self._foresight.is_open and not (options or self._extending):
             with self._guard:
                 if self._drawing.serve(sequence, slots_needed, processed_tokens, publish_tokens, self._known):

@@ -305,3 +305,56 @@ def test_a_table_that_draws_decides_as_one_that_asks(name: str, seed: int, max_a
     if not any(group.forgets for group in shape_of(case).groups):
         assert drawing.num_local_refusals
     assert not asking.num_local_refusals
+
+
+def admitted_after_evictions(max_allotted_blocks: int) -> tuple[list[int], list[int]]:
+    """Hits of a queue's head that was refused: before, and after the running sequence has evicted a part of it."""
+    service = Service(Case(groups=(full(UNIT), window(UNIT, 9)), num_blocks=28), max_allotted_blocks)
+    table = service.table
+    text = b"".join(digest(1, unit) for unit in range(10))
+    other, short, long = table.new_sequence(4, b""), table.new_sequence(1, b""), table.new_sequence(2, text)
+    service.begin_step()
+    for sequence, num_tokens in ((other, 20), (short, 1), (long, 40)):
+        table.admit(sequence, num_tokens=num_tokens)
+    assert len(table.flush(token_budget=29).admitted) == 3
+    for target in (16, 24, 32, 40):
+        service.begin_step()
+        table.extend(long, slots_needed=target, processed_tokens=target - 8, publish_tokens=target)
+        assert not table.flush().refused_extends
+    table.finish(long, computed_tokens=40)
+    head, hits = table.new_sequence(3, text), []
+    for slots in (0, 5, 9):
+        service.begin_step()
+        if slots:
+            table.extend(short, slots_needed=slots, processed_tokens=slots - 1)
+        table.admit(head, num_tokens=48)
+        outcome = table.flush(token_budget=8)
+        hits += [admission.hit_tokens for admission in outcome.admitted] or [-1]
+        if head.tables:
+            break
+    return hits, [len(table) for table in head.tables]
+
+
+def test_a_head_that_hits_less_since_blocks_were_drawn_is_asked_for_again() -> None:
+    """With a token budget it may need less then: in a pool with windows a prefix can be lost as a whole."""
+    asked = admitted_after_evictions(0)
+    assert asked[0][0] == -1 and asked[0][-1] == 0, "refused at first, admitted without a hit later"
+    assert admitted_after_evictions(2_048) == asked
+
+
+def test_behind_a_refusal_that_was_known_nothing_is_tried() -> None:
+    """Nor is an extend that only the daemon could answer: the daemon would not have tried it, either."""
+    service = Service(Case(groups=(full(UNIT),), num_blocks=8), 2_048)
+    table = service.table
+    sequences = [table.new_sequence(i, b"") for i in (1, 2)]
+    service.begin_step()
+    for sequence in sequences:
+        table.admit(sequence, num_tokens=8)
+    table.flush()
+    service.begin_step()
+    table.extend(sequences[0], slots_needed=40, processed_tokens=8)
+    table.extend(sequences[1], slots_needed=9, processed_tokens=8, num_lookahead_tokens=1)
+    outcome = table.flush()
+    assert [ask.sequence for ask in outcome.refused_extends] == sequences
+    assert outcome.refused_extends[1].options == {"num_lookahead_tokens": 1}
+    assert not outcome.sent and service.num_requests == 1
