@@ -28,7 +28,7 @@ class Engine:
         self.runs: dict[int, Run] = {}
         self.kernels: deque[Kernel] = deque()
         self.done_step = self._part = self._sent = 0
-        self.num_hit_tokens = 0
+        self.num_hit_tokens = self.num_drawn_blocks = 0
         self._ids = itertools.count(1)
         groups = tuple(
             GroupShape(
@@ -47,6 +47,11 @@ class Engine:
         self._node = self.world.node
         self.session_id, self.epoch, self.token = opened.session.session_id, opened.session.epoch, opened.resume_token
         self._stream = self._node.attach_stream(self.session_id, self.epoch)
+
+    @property
+    def has_unsaid_draws(self) -> bool:
+        """Its tables have blocks of which the node has no answer that they are held."""
+        return self.is_alive and self.table._builder.num_drawn_blocks > 0
 
     def keep_alive(self) -> None:
         self._node.keep_alive(self.session_id, self.epoch, self._stream)
@@ -95,6 +100,7 @@ class Engine:
         """As the client's session does it: once, however often the daemon dies."""
         request.step, request.part, request.completed_step = self.table.step, self._part, self.table.completed_step
         self._part += 1
+        self.num_drawn_blocks += request.num_drawn_blocks
         while True:
             self.resume_if_needed()
             request.session_id, request.epoch = self.session_id, self.epoch

@@ -81,7 +81,7 @@ class World:
         self.version = 1  # of the weights, and of the contents
         self.quotas: dict[str, int] = {}
         self.engines: list[Engine] = []
-        self.num_restarts = 0
+        self.num_restarts = self.num_deaths_with_draws = 0
         self._secrets = itertools.count()
         self._boots = itertools.count()
         self._directory = directory
@@ -148,6 +148,7 @@ class World:
         """SIGKILL, and a successor. Its pool must be the former one's, byte for byte."""
         self._hits_left = 0
         self.num_restarts += 1
+        self.num_deaths_with_draws += any(engine.has_unsaid_draws for engine in self.engines)
         former, old = self.live, self.node
         for live in old.pools.values():
             assert live.journal is not None
@@ -165,7 +166,8 @@ class World:
         live, public, now = self.live, former.pool.published(), self.live.pool.published()
         sizes = [group.block_size_tokens for group in live.config.groups]
         rows = zip(public.blocks, public.groups, public.hashes, public.key_tokens, strict=True)
-        whole = {row for row in rows if not row[3] % sizes[row[1]]}
+        allotted = {block for owner in former.pool.tenures.sessions.values() for block in owner.allotted}
+        whole = {row for row in rows if not row[3] % sizes[row[1]] and row[0] not in allotted}
         found = set(zip(now.blocks, now.groups, now.hashes, now.key_tokens, strict=True))
         assert found == whole, f"invented {found - whole}, lost {whole - found}"
         assert live.quotas == self.quotas == former.quotas

@@ -73,3 +73,45 @@ def end(world: World) -> None:
         engine.close()
         world.die(in_the_middle=False)
     assert num_hit_tokens[1:] == [24, 24]
+
+
+def lonely_turn(world: World) -> None:
+    """One engine at a time: what its sequences need it draws by itself, and says so two steps later."""
+    choice = world.choice
+    alive = world.alive()
+    chance = choice.random()
+    if not alive:
+        world.pass_time(6.0)
+        world.guarded(lambda: world.engines.append(Engine(world, "a")))
+    elif chance < 0.60:
+        alive[0].step()
+    elif chance < 0.80:
+        alive[0].run_kernels(choice.randint(1, 6))
+    elif chance < 0.84:
+        world.pass_time(choice.uniform(0, 6))
+    elif chance < 0.87:
+        world.die(in_the_middle=False)
+    elif chance < 0.91:
+        world.arm(choice.randint(1, 60))
+    elif chance < 0.925:
+        world.update_content()
+    elif chance < 0.935:
+        world.reset()
+    elif chance < 0.96:
+        world.evict()
+    elif chance < 0.97:
+        alive[0].is_alive = False  # with its workers, and with what it drew
+    elif chance < 0.98:
+        alive[0].close()
+
+
+@pytest.mark.parametrize("groups", ["f", "fw"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_drawn_and_not_said_survives_a_daemon(tmp_path: Path, groups: str, seed: int) -> None:
+    world = World(tmp_path, random.Random(f"alone {groups} {seed}"), groups)
+    for _ in range(NUM_TURNS):
+        lonely_turn(world)
+        world.check()
+    assert sum(engine.num_drawn_blocks for engine in world.engines) > 20
+    assert world.num_deaths_with_draws > 0
+    end(world)
