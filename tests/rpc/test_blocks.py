@@ -291,3 +291,70 @@ async def test_of_older_steps_the_number_of_items_must_agree(session: ClientSess
     assert (await session.step(step=5, admit=items)).replayed
     refusal = await refused(session.step(step=5, admit=items, free=pb.FreeItems(sequence_ids=[3])))
     assert refusal.reason == "STEP_CONTENTS_DIFFER" and refusal.metadata["field"] == "free.sequence_ids"
+
+
+async def with_allotment(session: ClientSession) -> list[int]:
+    """Sequence 1 has two blocks; the next eight are allotted."""
+    items = pb.AdmitItems(sequence_ids=[1], num_tokens=[20], num_hashes=[1], hashes=digest(1))
+    answer = await session.step(admit=items, max_allotted_blocks=8)
+    assert answer.is_only_session and list(answer.allotted_block_ids) == list(range(3, 11))
+    return list(answer.allotted_block_ids)
+
+
+def drawn(slots: int, **fields: Any) -> pb.ExtendItems:
+    return pb.ExtendItems(sequence_ids=[1], slots_needed=[slots], processed_tokens=[20], **fields)
+
+
+async def test_what_was_drawn_is_told_later(daemon: RunningDaemon, session: ClientSession) -> None:
+    allotted = await with_allotment(session)
+    parts = {"drawn": drawn(70, num_hashes=[1], hashes=digest(2), publish_tokens=[40]), "num_drawn_blocks": 3}
+    items = pb.ExtendItems(sequence_ids=[1], slots_needed=[90], processed_tokens=[70])
+    answer = await session.step(extend=items, max_allotted_blocks=2, **parts)
+    assert list(answer.extend.block_ids) == allotted[3:4]
+    assert list(answer.allotted_block_ids) == allotted[4:6]
+    again = await session.step(step=session.next_step - 1, extend=items, max_allotted_blocks=2, **parts)
+    assert again.replayed and again.allotted_block_ids == answer.allotted_block_ids
+    tables = daemon.node.pools["p"].pool.describe().tables  # type: ignore[index]
+    assert list(tables.values()) == [[[1, 2, *allotted[:4]]]]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"drawn": drawn(70), "num_drawn_blocks": 2},
+        {"drawn": drawn(70)},
+        {"drawn": drawn(16 * 11), "num_drawn_blocks": 9},
+        {"drawn": drawn(70), "num_drawn_blocks": -1},
+        {"drawn": drawn(-1), "num_drawn_blocks": 0},
+        {"drawn": drawn(70, num_lookahead_tokens=[1]), "num_drawn_blocks": 3},
+        {"drawn": drawn(70, num_hashes=[1]), "num_drawn_blocks": 3},
+        {"drawn": drawn(70, num_hashes=[-1]), "num_drawn_blocks": 3},
+        {"drawn": drawn(70, publish_tokens=[-1]), "num_drawn_blocks": 3},
+        {"drawn": pb.ExtendItems(sequence_ids=[1]), "num_drawn_blocks": 3},
+        {"num_drawn_blocks": 3},
+        {"max_allotted_blocks": -1},
+    ],
+)
+async def test_draws_that_cannot_be_are_refused_and_leave_no_trace(
+    daemon: RunningDaemon, session: ClientSession, parts: dict[str, Any]
+) -> None:
+    allotted = await with_allotment(session)
+    pool = daemon.node.pools["p"].pool  # type: ignore[index]
+    before = pool.describe()
+    await refused(session.step(free=pb.FreeItems(sequence_ids=[1]), **parts), grpc.StatusCode.INVALID_ARGUMENT)
+    assert pool.describe() == before
+    await session.step(step=2, drawn=drawn(70), num_drawn_blocks=3)
+    assert list(pool.describe().tables.values()) == [[[1, 2, *allotted[:3]]]]
+
+
+async def test_a_second_session_ends_allotments_and_takes_nothing_of_them(
+    daemon: RunningDaemon, session: ClientSession
+) -> None:
+    allotted = await with_allotment(session)
+    other = await daemon.open_session()
+    answer = await other.admit(1, 16 * 5, skip_lookup=[True])
+    assert not set(answer.admit.block_ids) & set(allotted)
+    answer = await session.step(drawn=drawn(70), num_drawn_blocks=3, max_allotted_blocks=8)
+    assert not answer.is_only_session and not answer.allotted_block_ids
+    tables = daemon.node.pools["p"].pool.describe().tables  # type: ignore[index]
+    assert [[1, 2, *allotted[:3]]] in tables.values()
