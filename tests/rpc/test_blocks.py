@@ -341,7 +341,8 @@ async def test_draws_that_cannot_be_are_refused_and_leave_no_trace(
     allotted = await with_allotment(session)
     pool = daemon.node.pools["p"].pool  # type: ignore[index]
     before = pool.describe()
-    await refused(session.step(free=pb.FreeItems(sequence_ids=[1]), **parts), grpc.StatusCode.INVALID_ARGUMENT)
+    refusal = await refused(session.step(free=pb.FreeItems(sequence_ids=[1]), **parts))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
     assert pool.describe() == before
     await session.step(step=2, drawn=drawn(70), num_drawn_blocks=3)
     assert list(pool.describe().tables.values()) == [[[1, 2, *allotted[:3]]]]

@@ -79,7 +79,7 @@ def decode_step(request: pb.StepRequest, shape: WireShape, limits: ServiceLimits
         items.max_allotted_blocks = request.max_allotted_blocks
     if request.HasField("drawn"):
         items.drawn = _drawn(request.drawn, shape, limits)
-        items.num_drawn_blocks = request.num_drawn_blocks
+    items.num_drawn_blocks = request.num_drawn_blocks
     if request.HasField("free"):
         items.free = _free(request.free, shape, limits)
         command.preempted = column("free.preempted", request.free.preempted, len(items.free.sequence_ids))
