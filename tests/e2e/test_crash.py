@@ -134,3 +134,32 @@ def test_after_everybody_left_every_block_is_free_or_cached(
     assert counts.num_held_blocks == counts.num_quarantined_blocks == 0
     assert counts.num_free_blocks + counts.num_cached_blocks == counts.num_blocks - 1
     assert counts.num_cached_blocks == 4 + NUM_PROMPTS * (victim.PROMPT_BLOCKS - 4)
+
+
+def test_what_a_dead_scheduler_drew_and_did_not_say_is_nobody_elses_until_its_workers_are_gone(
+    client: Client, open_pool: Callable[..., str]
+) -> None:
+    pool = client.get_pool(open_pool("drawn", num_blocks=40))
+    dead = pool.open_session(client_name="draws")
+    dead.begin_step()
+    sequence = dead.table.new_sequence(1)
+    dead.table.admit(sequence, num_tokens=16)
+    dead.table.flush()
+    dead.begin_step()
+    dead.table.extend(sequence, slots_needed=64, processed_tokens=16)
+    assert not dead.table.flush().sent
+    drawn, short_id = set(sequence.tables[0]), dead.short_id
+    assert len(drawn) == 4
+    dead.abandon()
+    with pool.open_session(client_name="bystander") as other:
+        other.begin_step()
+        beside = other.table.new_sequence(1)
+        other.table.admit(beside, num_tokens=16 * 10)
+        assert other.table.flush().admitted
+        assert not set(beside.tables[0]) & drawn
+        wait_until_free(client, pool.name, short_id)
+        other.begin_step()
+        rest = other.table.new_sequence(2)
+        other.table.admit(rest, num_tokens=16 * 29)
+        assert other.table.flush().admitted, "all of it is free again"
+        assert drawn <= set(rest.tables[0])

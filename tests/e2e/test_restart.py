@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from kvhold_client.aio import AsyncClient
-from kvhold_client.client import Client
+from kvhold_client.client import Client, Pool
 from kvhold_client.errors import Unreachable
 from kvhold_client.local_daemon import LocalDaemon
 from kvhold_client.pools import PoolRequest
 from kvhold_client.replay.stamps import Stamper
+from kvhold_client.session import Session
 from tests.e2e.conftest import tiny_plan
 
 NUM_TOKENS = 165
@@ -179,3 +180,58 @@ def test_a_daemon_that_stays_away_is_reported_as_unreachable_not_as_lost_data(ow
         own_daemon.start()
         with Client(own_daemon.target) as again:
             again.delete_pool("away", force=True)
+
+
+def opened_in_time(pool: Pool) -> Session:
+    """A new session: unlike one that resumes, it is not tried again while the connection comes back."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return pool.open_session(client_name="another")
+        except Unreachable:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_drawn_and_not_said_is_still_ours_after_a_restart(own_daemon: LocalDaemon, way: str) -> None:
+    """The daemon dies without having heard of blocks that were written already; nobody else gets or hits them."""
+    with own_daemon, Client(own_daemon.target) as client:
+        pool = client.open_pool(PoolRequest(name="drawn", plan=tiny_plan(40), model="tiny"))
+        lost: list[list[int]] = []
+        with pool.open_session(on_lost=lost.append, **WAYS[way]) as session:
+            table = session.table
+            session.begin_step()
+            cached, running = table.new_sequence(1, HASHES), table.new_sequence(2)
+            for sequence, num_tokens in ((cached, NUM_TOKENS), (running, 448)):
+                table.admit(sequence, num_tokens=num_tokens)
+            assert len(table.flush().admitted) == 2
+            table.finish(cached, computed_tokens=NUM_TOKENS)
+            session.idle()  # nothing is free but blocks with hashes, and one without
+            session.begin_step()
+            table.extend(running, slots_needed=496, processed_tokens=448, publish_tokens=448)
+            outcome = table.flush()
+            assert outcome.extended == [running] and not outcome.sent
+            ours = set(running.tables[0])
+            assert len(ours) == 31
+
+            own_daemon.kill()
+            own_daemon.start()
+
+            with opened_in_time(pool) as other:
+                other.begin_step()
+                hitting = other.table.new_sequence(1, HASHES[: 8 * 32])
+                other.table.admit(hitting, num_tokens=128)
+                (admission,) = other.table.flush().admitted
+                assert admission.hit_tokens == 0, "nobody knows which of the allotted blocks were written to"
+                assert not set(hitting.tables[0]) & ours and len(hitting.tables[0]) == 8
+                session.begin_step()
+                table.flush(force=True)
+                assert not lost and set(running.tables[0]) == ours
+                assert pool.status().counts.num_held_blocks == 39
+                other.table.finish(hitting)
+                other.idle()
+            table.finish(running)
+            session.idle()
+            assert pool.status().counts.num_held_blocks == 0
+        client.delete_pool("drawn", force=True)
