@@ -353,3 +353,26 @@ async def test_after_a_crash_blocks_are_evicted_in_the_order_in_which_they_came_
         wanted = [block for block in live.pool.store.free.order() if live.pool.store.key_of[block] is not None]
         found = live.journal.table.scan()  # what a successor would find, without an orderly end
         assert found.order == wanted and len(wanted) == 6
+
+
+async def test_what_was_allotted_is_not_found_after_a_restart(directory: Path) -> None:
+    """Its client may have overwritten it without a word."""
+    async with posix(directory) as daemon:
+        opened = await daemon.pools.OpenPool(pool_request())
+        num_free = opened.pool.counts.num_available_blocks
+        session = await daemon.open_session()
+        await session.keep_alive()
+        await session.admit(1, 48, 1, 2, 3)
+        for num_taken in range(3, num_free, 64):
+            num_blocks = min(64, num_free - num_taken)
+            filled = await session.admit(num_taken, 16 * num_blocks, skip_lookup=[True])
+            assert list(filled.admit.num_blocks) == [num_blocks]
+        answer = await session.step(free=block_pb2.FreeItems(sequence_ids=[1]), max_allotted_blocks=2)
+        assert len(answer.allotted_block_ids) == 2
+        answer = await session.step(max_allotted_blocks=2, completed_step=session.next_step)  # nothing was drawn
+        assert len(answer.allotted_block_ids) == 2 and answer.is_only_session
+    async with posix(directory) as daemon:
+        opened = await daemon.pools.OpenPool(pool_request())
+        assert opened.recovery.num_dropped_provisional_blocks == 2
+        assert opened.recovery.num_kept_blocks == 1
+        assert await hit_tokens(daemon, 1, 2, 3) == 16
