@@ -208,6 +208,9 @@ class AsyncSession:
     async def idle(self) -> None:
         """As Session.idle."""
         self.begin_step()
+        if self.table.has_drawn:
+            await self.flush(force=True)
+            self.begin_step()
         await self.flush(force=True)
 
     def _died(self, error: KvholdError) -> KvholdError:
@@ -274,6 +277,9 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Ends the session in order. Idempotent."""
+        if self._core.credentials is None:
+            return
+        may_close = self._dead is None and await self._tell_what_was_drawn()
         used, self._core.credentials = self._core.credentials, None
         if used is None:
             return
@@ -285,10 +291,22 @@ class AsyncSession:
             session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_sent_step
         )
         try:
-            if self._dead is None:
+            if may_close:
                 await aio_call(self._sessions.CloseSession, request, self._settings)
         except (Unreachable, SessionFenced):
             pass  # it is gone, or goes by itself
+
+    async def _tell_what_was_drawn(self) -> bool:
+        """As Session does, before it closes."""
+        try:
+            request = self.table.plan_step(force=True) if self.table.has_drawn else None
+            if request is not None:
+                self._core.number_last(request, self.table.last_drawn_step)
+                self._core.stamp(request)
+                self.table.apply(decode_step(await self._steps.call(request)))
+        except KvholdError:
+            return False
+        return True
 
     async def __aenter__(self) -> "AsyncSession":
         return self

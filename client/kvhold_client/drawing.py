@@ -25,6 +25,7 @@ class Drawing:
         self._unit_tokens, self._hash_size_bytes = shape.hash_block_size_tokens, shape.hash_size_bytes
         self._mirror = mirror
         self._builder = builder
+        self.last_step = 0  # in which somebody was served
         self._drawing: list[Sequence] = []  # parallel to the builder's drawn items
 
     def serve(self, sequence: Sequence, slots: int, processed: int, publish: int, known: StepOutcome) -> bool:
@@ -57,6 +58,7 @@ class Drawing:
             sequence.num_hashes_drawn += num_hashes
         builder.drawn_items.rows.append((sequence.sequence_id, slots, processed, publish, num_hashes))
         builder.num_drawn_blocks += need
+        self.last_step = mirror.step
         self._drawing.append(sequence)
         if foresight.refused is not None and publish > sequence.published_tokens:
             foresight.published(sequence, sequence.published_tokens // self._unit_tokens, self._hash_size_bytes)
@@ -65,9 +67,7 @@ class Drawing:
             mirror.take_plainly(sequence, blocks, publish)
             known.new_block_ids.append([blocks])
         else:
-            if (
-                blocks and mirror.forgets
-            ):  # a prefix may be lost as a whole, and its sequence need less in a small budget
+            if blocks and mirror.forgets:  # a prefix may be lost as a whole, and its sequence need less
                 foresight.refused = None
             known.new_block_ids.append(mirror.take_drawn(sequence, missing, blocks, processed, publish))
             if mirror.forgets and max(sequence.released):

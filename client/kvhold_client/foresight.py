@@ -8,6 +8,10 @@
 
 Nothing here is a guess: as long as this session says nothing, nobody changes the pool, so the daemon would answer the
 same. What was drawn is told with the next request, before anything else in it.
+
+Draws evict, and a head that hits less may need less, where the budget bounds what it computes. In a pool of one plain
+group prefixes are lost from their end, a block for each that is drawn: then it needs one less, and one less is free.
+Where windows lose a prefix as a whole, nothing is known after a draw.
 """
 
 from dataclasses import dataclass

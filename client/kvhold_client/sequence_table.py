@@ -198,7 +198,8 @@ class SequenceTable:
 
     # ----------------------------------------------------------------------------------------------- sending
     def plan_step(self, *, token_budget: int = 0, force: bool = False) -> pb.StepRequest | None:
-        """The request for what is queued, or None if nothing must be said now. `force` says it even so (before idling).
+        """The request for what is queued, or None if nothing must be said now. `force` says it even so, and has nothing
+        allotted: before a pause, or the end.
 
         The message is reused: send it, then `apply` its answer, before anything else is queued.
         """
@@ -208,10 +209,10 @@ class SequenceTable:
             self._refuse_again(token_budget)
         urgent = self._extending or self._admitting
         overdue = force or self._num_silent_steps > self._max_silent_steps
-        if not urgent and not (overdue and self._has_news()):
+        if not urgent and not (overdue and self._has_news()) and not (force and self._foresight.num_left):
             return None
         self._builder.token_budget = token_budget
-        if self.max_allotted_blocks:
+        if self.max_allotted_blocks and not force:
             self._builder.max_allotted_blocks = self._foresight.wanted(self.max_allotted_blocks)
         self._num_silent_steps = 0
         return self._builder.encode()
@@ -222,6 +223,16 @@ class SequenceTable:
         with self._guard:
             request = self.plan_step(token_budget=token_budget, force=force)
             return self.take_known() if request is None else self.apply(self._send(request))
+
+    @property
+    def last_drawn_step(self) -> int:
+        """The last one in which a sequence was served without a request; 0: none."""
+        return self._drawing.last_step
+
+    @property
+    def has_drawn(self) -> bool:
+        """Blocks are drawn that the daemon was not told of, or may be."""
+        return bool(self._builder.drawn_items.rows) or self._foresight.num_left > 0
 
     def take_known(self) -> StepOutcome:
         """What this step changed where `plan_step` had nothing to send: blocks that were drawn, refusals that stand."""

@@ -189,8 +189,11 @@ class Session:
         return Flight(request=request, used=used, answer=sender.receive)
 
     def idle(self) -> None:
-        """Says what is still unsaid before a pause (R8): frees, and steps that are complete meanwhile."""
+        """Says what is still unsaid before a pause (R8): frees, draws, and steps that are complete meanwhile."""
         self.begin_step()
+        if self.table.has_drawn:  # what they fill belongs to the step that tells of them; the next one completes it
+            self.table.flush(force=True)
+            self.begin_step()
         self.table.flush(force=True)
 
     # ------------------------------------------------------------------------------------------- staying connected
@@ -308,10 +311,11 @@ class Session:
         with self.guard:
             if self._core.credentials is None:
                 return
+            self._closing.set()
+            may_close = self._dead is None and self._tell_what_was_drawn()
             used, self._core.credentials = self._core.credentials, None
-        self._closing.set()
         try:
-            if self._dead is None:
+            if may_close:
                 request = session_pb2.CloseSessionRequest(
                     session_id=used.session_id, epoch=used.epoch, completed_step=self._core.completed_sent_step
                 )
@@ -323,6 +327,22 @@ class Session:
                 self._stream.cancel()
             self._thread.join(timeout=2.0)
             self._sender.close()
+
+    def _tell_what_was_drawn(self) -> bool:
+        """So that it is published, or not reused while kernels write to it, and the rest stays cached.
+
+        Tried once: whoever closes does not wait for a daemon. False: it was not told, so that only the grace period may
+        end the session.
+        """
+        try:
+            request = self.table.plan_step(force=True) if self.table.has_drawn else None
+            if request is not None:
+                self._core.number_last(request, self.table.last_drawn_step)
+                self._core.stamp(request)
+                self.table.apply(decode_step(self._sender.call(request)))
+        except KvholdError:
+            return False
+        return True
 
     def abandon(self) -> None:
         """Drops the connection without a word, as a crash would: the daemon's grace period begins. For tests."""

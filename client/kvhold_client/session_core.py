@@ -139,6 +139,12 @@ class SessionCore:
         """The last completed step that the daemon has heard of: what may be said when closing."""
         return min(self.completed_step, self.sent_step)
 
+    def number_last(self, request: block_pb2.StepRequest, last_drawn_step: int) -> None:
+        """As `number`, before the end. A step in which nothing was drawn or said launched nothing: it is complete."""
+        if last_drawn_step < self.step and self.sent_step < self.step:
+            self.completed_step = self.step
+        self.number(request)
+
     def number(self, request: block_pb2.StepRequest) -> None:
         """Gives the request its (step, part), once; retries keep it."""
         if self.step < 1:

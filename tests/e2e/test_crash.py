@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from kvhold_client.client import Client
 from kvhold_client.leash import leashed
 from kvhold_client.local_daemon import LocalDaemon
@@ -163,3 +165,37 @@ def test_what_a_dead_scheduler_drew_and_did_not_say_is_nobody_elses_until_its_wo
         other.table.admit(rest, num_tokens=16 * 29)
         assert other.table.flush().admitted, "all of it is free again"
         assert drawn <= set(rest.tables[0])
+
+
+@pytest.mark.parametrize("end", ["close", "idle"])
+def test_what_was_drawn_is_told_before_a_scheduler_closes_or_pauses(
+    client: Client, open_pool: Callable[..., str], end: str
+) -> None:
+    """What it filled is hit by others, and what was left of its allotment keeps its hashes."""
+    pool = client.get_pool(open_pool(f"told-{end}", num_blocks=34))
+    session = pool.open_session(client_name="ends")
+    digests = [bytes([number]) * session.shape.hash_size_bytes for number in range(1, 9)]
+    first, second = (session.table.new_sequence(number, b"".join(digests[4 * number - 4 :][:4])) for number in (1, 2))
+    session.begin_step()
+    session.table.admit(first, num_tokens=65)
+    session.table.admit(second, num_tokens=65, max_new_tokens=16)
+    session.table.flush()
+    session.table.finish(first, computed_tokens=64)
+    session.begin_step()
+    session.table.flush(force=True)
+    session.begin_step()
+    session.table.extend(second, slots_needed=17, processed_tokens=16)
+    session.table.flush()
+    session.begin_step()
+    session.table.extend(second, slots_needed=64, processed_tokens=16, publish_tokens=64)
+    assert not session.table.flush().sent
+    session.begin_step()
+    session.idle() if end == "idle" else session.close()
+    with pool.open_session(client_name="next") as other:
+        hits = [other.table.new_sequence(n, b"".join(digests[4 * n - 4 :][:4])) for n in (1, 2)]
+        other.begin_step()
+        for sequence in hits:
+            other.table.admit(sequence, num_tokens=65, max_new_tokens=0)
+        admitted = other.table.flush().admitted
+        assert [admission.hit_tokens for admission in admitted] == [64, 64]
+    session.close()

@@ -209,6 +209,9 @@ def test_what_was_drawn_and_not_said_is_still_ours_after_a_restart(own_daemon: L
             table.finish(cached, computed_tokens=NUM_TOKENS)
             session.idle()  # nothing is free but blocks with hashes, and one without
             session.begin_step()
+            table.extend(running, slots_needed=464, processed_tokens=448, publish_tokens=448)
+            assert table.flush().sent, "nothing is allotted over a pause"
+            session.begin_step()
             table.extend(running, slots_needed=496, processed_tokens=448, publish_tokens=448)
             outcome = table.flush()
             assert outcome.extended == [running] and not outcome.sent

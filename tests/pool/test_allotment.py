@@ -255,7 +255,8 @@ def test_the_front_is_what_would_be_taken(seed: int, num: int) -> None:
         free.check_invariants()
 
 
-def test_there_is_no_front_where_some_stand_behind_a_fence() -> None:
-    free, fence = FreeList(0, 4), object()
-    free.take_if(1, lambda block: fence if block == 0 else None, lambda _: True)
-    assert free.front(2) == []
+def test_the_front_is_what_a_take_returns_where_some_had_to_walk_past_blocks() -> None:
+    free, fence = FreeList(0, 6), object()
+    free.take_if(1, lambda block: fence if block < 2 else None, lambda _: True)
+    assert free.front(3) == [0, 1, 3]
+    assert free.take(3)[0] == [0, 1, 3]

@@ -122,9 +122,12 @@ class LivePool:
         self.pool.resume_session(slot)
         self.note(None, self.pool.take_events())
 
-    def verify(self, hashes: Iterable[bytes]) -> None:
-        """Before recovered blocks are hit for the first time: those whose bytes have changed count as dropped."""
+    def verify(self, hashes: Iterable[bytes], overwritten: Iterable[int]) -> None:
+        """Before recovered blocks are hit for the first time: those whose bytes have changed count as dropped, unless
+        their session has just said that it overwrote them."""
         assert self.journal is not None
+        for block in overwritten:
+            self.journal.unverified.pop(block, None)
         num_before = self.journal.num_failed_checksums
         self.journal.verify(hashes)
         num = self.journal.num_failed_checksums - num_before

@@ -47,7 +47,8 @@ def apply_step(
         items = replace(items, extend=replace(items.extend), admit=replace(items.admit), max_allotted_blocks=0)
         quota_limited = apply_quota(live, session.slot, items, quota_left)
     if live.journal is not None and live.journal.unverified:
-        live.verify(items.admit.hashes)
+        drawn = live.pool.tenures.sessions[session.slot].allotted[: items.num_drawn_blocks]
+        live.verify(items.admit.hashes, overwritten=drawn)
     if command.invalidate:
         output = _step_around_invalidation(live, session.slot, command, items, now_s)
     else:

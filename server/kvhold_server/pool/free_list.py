@@ -13,6 +13,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from kvhold_server.pool.errors import OutOfBlocks
 
@@ -89,12 +90,12 @@ class FreeList:
         return ids, num_plain
 
     def front(self, count: int) -> list[int]:
-        """The blocks that `take` would return, or fewer where there are fewer; [] if some stand behind a fence.
+        """The blocks that `take` would return, or fewer where there are fewer.
 
         Nothing is removed but void entries on the way, so that looking often costs no more than taking.
         """
         if self._runs:
-            return []
+            return list(islice(self.order(), count))
         ids = self._stack[: -count - 1 : -1]
         count -= len(ids)
         num_fresh = min(count, self._end - self._fresh)
