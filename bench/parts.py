@@ -48,9 +48,12 @@ def measure_parts(cores: Cores, *, is_full: bool) -> list[Part]:
 
 def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
     for way, limit in DAEMON_CPU_US.items():
-        value = daemon_cpu_us(cores, way, 1500 if is_full else 400)
+        value = daemon_cpu_us(cores, way, "decode", 256, 1500 if is_full else 400)
         text = f"{value:.0f} µs (at most {limit:.0f})"
         yield Part(label=f"daemon CPU per step at 256 running, {way}", text=text, value=value, limit=limit)
+    for mode in ("lookup", "admit-free"):
+        value = daemon_cpu_us(cores, GRPC, mode, 1024, 300)
+        yield Part(label=f"daemon CPU per step, {mode} 1024, {GRPC}", text=f"{value:.0f} µs")
     yield from empty_steps(cores)
     yield tool("echo over three transports", "transports.py", "--calls", "2000" if is_full else "500")
     yield from large_pool()
@@ -60,17 +63,18 @@ def _parts(cores: Cores, *, is_full: bool) -> Iterator[Part]:
     yield tool("scrape", "scrape.py", *(() if is_full else ("--rounds", "12")))
     yield tool("where a step's time goes in the daemon", "step_handling.py", "--items", "16")
     yield tool("a prompt of 8,192 cached blocks in the daemon", "long_prompt.py")
+    yield tool("a prompt of 1,024 cached blocks in the daemon", "long_prompt.py", "--blocks", "1024")
     yield tool("messages at their limits", "limits.py")
     yield tool("scale and fairness", "scale.py", "--steps", "300" if is_full else "100")
 
 
-def daemon_cpu_us(cores: Cores, way: str, num_steps: int) -> float:
+def daemon_cpu_us(cores: Cores, way: str, mode: str, size: int, num_steps: int) -> float:
     """From two runs that differ only in the number of steps: what filling the pool costs cancels out."""
     used = []
     with daemon(cores) as live:
         for steps in (50, 50 + num_steps):
             before = live.cpu_s()
-            arguments = ["decode", "--sizes", "256", "--gap-ms", "1", "--micro-steps", str(steps)]
+            arguments = [mode, "--sizes", str(size), "--gap-ms", "1", "--micro-steps", str(steps)]
             simulate(live, cores, way, arguments)
             used.append(live.cpu_s() - before)
     return (used[1] - used[0]) / num_steps * 1e6
