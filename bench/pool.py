@@ -23,7 +23,7 @@ from kvhold_server.pool.values import AdmitColumns, FreeColumns, StepInput
 
 BLOCK = 16
 MAX_OPEN_S = 1.0
-MAX_HEAP_BYTES = 200.0
+MAX_HEAP_BYTES = 220.0
 MAX_CALLS_PER_BLOCK_HASHED = 4.0
 MAX_CALLS_PER_BLOCK_FREED = 1.5
 LINEAR = 1.6  # times what a block of the shortest sequence costs
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     num_blocks: int = parser.parse_args().blocks
     open_s = best_s(lambda: make_pool(num_blocks))
-    empty, cached = heap_per_block(num_blocks, min(100_000, num_blocks // 2))
+    empty, cached = heap_per_block(num_blocks, num_blocks // 2)
     hash_calls = calls_to_hash(PROMPT_TOKENS)
     free_us = {num: us_to_free(num) for num in (256, 4096, 65_536)}
     free_calls = max(calls_to_free(num) for num in (1024, 16_384))

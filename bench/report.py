@@ -19,8 +19,8 @@ Machine: {machine}. Managers took turns, {rounds} rounds, the scheduler pinned t
 another; load average at the end {load:.1f}. Ratios are taken within a round; the spread is the lowest and the
 highest of them.
 
-* **blocking gRPC**: one message on the open `StepStream` where the step needs one ("Most steps send nothing", below), the
-  scheduler waits for the answer. Steps run back to back, also the incumbent's.
+* **blocking gRPC**: one message on the open `StepStream` where the step needs one (see "Most steps send nothing"),
+  the scheduler waits for the answer. Steps run back to back, also the incumbent's.
 * **best path**: the local transport (the same messages, framed, on a second unix socket), and the step is asked for
   while the device computes the one before. The simulator leaves {gap} ms for that (a device takes about 25; 12
   and 15 ms for the steps of long prompts), also to the incumbent that it is compared with; requests that arrive in
@@ -36,21 +36,21 @@ WHY = """## What is missed, and why
 {missed}
 ### Most steps send nothing
 
-The scheduler of each run has its pool to itself. The daemon's answers allot it blocks, from which the client serves its
-running sequences; it also knows refusals that still stand (docs/contract.md, "Allotments"). A step sends something when a
-sequence has ended and the next one needs a block, when somebody wants to be admitted and might be, when the allotment is used
-up, and after 16 silent steps. Decisions are the same, as the checksums above say. What is sent then carries all draws
-since the last message, so that these steps, which are one in five to ten, take longer: they are the p99 of regimes
-that mostly send nothing.
+The scheduler of each run has its pool to itself. The daemon's answers allot it blocks, from which the client serves
+its running sequences; it also knows refusals that still stand (docs/contract.md, "Allotments"). A step sends
+something when a sequence has ended and the next one needs a block, when somebody wants to be admitted and might be,
+when the allotment is used up, and after 16 silent steps. Decisions are the same, as the checksums above say. What is
+sent then carries all draws since the last message, so that these steps, which are one in five to ten, take longer:
+they are the p99 of regimes that mostly send nothing.
 
 ### Where the time of a step that sends something goes
 
 An empty step over gRPC costs what the line "empty step, grpc" above says, whatever it carries, and about twice that
-as a call of its own ("empty step, grpc-unary"): headers, trailers and the bookkeeping of a call are gone from a stream
-that stays open. The client drives it from the thread that wants the answer, where gRPC's own blocking stream has two
-more (lines "stream" and "one thread" of the echo). What is left is spent in the daemon's C core, whose threads poll,
-read and hand each message over to asyncio's, which wakes, answers and hands the answer back; nearly all of "echo, one
-thread" is that, none of it ours. It would take a gRPC server outside of Python to do without.
+as a call of its own ("empty step, grpc-unary"): headers, trailers and the bookkeeping of a call are gone from a
+stream that stays open. The client drives it from the thread that wants the answer, where gRPC's own blocking stream
+has two more (lines "stream" and "one thread" of the echo). What is left is spent in the daemon's C core, whose
+threads poll, read and hand each message over to asyncio's, which wakes, answers and hands the answer back; nearly all
+of "echo, one thread" is that, none of it ours. It would take a gRPC server outside of Python to do without.
 
 The local transport exists for that reason: the same messages without the C core's threads (line "socket"). The stream
 stays beyond 20 % of it, or it would have replaced it. What is left of the socket's round trip is the wake-up of a
@@ -63,15 +63,16 @@ same work is done in a loop.
 
 ### Admissions
 
-An admission cannot be answered without asking, and each block of its prompt costs the daemon a digest object, a look-up,
-for a block that is not hit also an eviction (out of the index, into the list of what was evicted lately) and a
-publication, and an id to send back. These are dictionary operations on entries that nobody has touched for a while,
-some 0.1 µs each in a loop and two to three times that in practice: about a millisecond for a prompt of 500 new blocks, beside the
-transport and the client's share. The incumbent does the same work in the scheduler's process, with warm caches, and is
-slower only by the factor that remains. Tried and not kept: telling the daemon of finished sequences at once, without waiting (a
-further message costs more than it hides when steps follow each other without a gap), larger frames and read chunks of
-gRPC (no difference beyond the noise), uvloop (the same). What would be needed is a native core for index, free list and
-tables behind the pool's interface; while the device computes, the best path hides the rest.
+An admission cannot be answered without asking, and each block of its prompt costs the daemon a digest object, a
+look-up, for a block that is not hit also an eviction (out of the index, into the list of what was evicted lately) and
+a publication, and an id to send back. These are dictionary operations on entries that nobody has touched for a while,
+some 0.1 µs each in a loop and two to three times that in practice: about a millisecond for a prompt of 500 new
+blocks, beside the transport and the client's share. The incumbent does the same work in the scheduler's process, with
+warm caches, and is slower only by the factor that remains. Tried and not kept: telling the daemon of finished
+sequences at once, without waiting (a further message costs more than it hides when steps follow each other without a
+gap), larger frames and read chunks of gRPC (no difference beyond the noise), uvloop (the same). What would be needed
+is a native core for index, free list and tables behind the pool's interface; while the device computes, the best path
+hides the rest.
 
 ### Fairness
 

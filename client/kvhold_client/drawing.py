@@ -48,8 +48,8 @@ class Drawing:
         if known.refused_extends or (need > foresight.num_available and not mirror.forgets):
             known.refused_extends.append(_ask(sequence, slots, processed, publish))
             return True
-        foresight.num_needed += need
         if need > foresight.num_left:
+            foresight.num_missing = need
             return False
         num_said = sequence.num_hashes_sent + sequence.num_hashes_drawn
         num_hashes = sequence.num_hashes - num_said

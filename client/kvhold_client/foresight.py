@@ -21,6 +21,7 @@ from kvhold_client.sequence import Sequence
 from kvhold_client.step_reply import StepReply
 
 MAX_ALLOTTED_BLOCKS = 2_048  # the daemon gives no more
+MIN_ALLOTTED_BLOCKS = 16
 _NOT_KNOWN = 2**62
 
 
@@ -39,12 +40,13 @@ class Foresight:
 
     __slots__ = (
         "_allotted",
-        "_peak",
+        "_num_drawn",
         "_refused_until_step",
+        "_size",
         "is_open",
         "num_available",
         "num_left",
-        "num_needed",
+        "num_missing",
         "refused",
     )
 
@@ -53,25 +55,29 @@ class Foresight:
         self.num_available = _NOT_KNOWN
         self._allotted: list[int] = []
         self.num_left = 0  # of these, from the end of the list
-        self.num_needed = 0  # blocks that this step asked for, drawn or not
-        self._peak = 0.0  # blocks drawn in a step, lately
+        self.num_missing = 0  # blocks that were needed at once when fewer were left
+        self._num_drawn = 0  # since the last answer
+        self._size = MIN_ALLOTTED_BLOCKS  # of an allotment that would do
         self.refused: AdmitAsk | None = None
         self._refused_until_step = 0
 
-    def begin_step(self) -> None:
-        """For the estimate of what will be needed."""
-        self._peak = max(float(self.num_needed), self._peak * 0.8)
-        self.num_needed = 0
-
     def wanted(self, limit: int) -> int:
-        """How many blocks to be allotted: enough for some eight steps like the last ones."""
-        return min(limit, 16 + 8 * max(self.num_needed, int(self._peak)))
+        """How many blocks to be allotted. Every one costs both sides a little, drawn or not: twice as many as were not
+        enough, half as many again as were drawn before there was something else to ask.
+        """
+        if self.num_missing:
+            enough = 2 * max(self._size, self._num_drawn + self.num_missing)
+        else:
+            enough = max(MIN_ALLOTTED_BLOCKS, self._size * 3 // 4, self._num_drawn * 3 // 2)
+        self._size = min(limit, enough)
+        return self._size
 
     def draw(self, count: int) -> list[int]:
         """The next blocks; there must be so many, and at least one is wanted."""
         left = self.num_left
         self.num_left = left - count
         self.num_available -= count
+        self._num_drawn += count
         return self._allotted[-left : count - left or None]
 
     def forget(self) -> None:
@@ -87,6 +93,7 @@ class Foresight:
     def learn(self, reply: StepReply) -> None:
         """An answer came. A refusal that was known still stands: whatever ended it would have been noticed."""
         self.is_open = reply.is_only_session
+        self._num_drawn = self.num_missing = 0
         if self.is_open:
             self._allotted, self.num_available = reply.allotted_block_ids, reply.num_available_blocks
             self.num_left = len(self._allotted)

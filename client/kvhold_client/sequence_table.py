@@ -103,8 +103,6 @@ class SequenceTable:
         assert self.completed_step <= completed_step < step
         self.step, self.completed_step = step, completed_step
         self._mirror.step, self._mirror.completed_step = step, completed_step
-        if self.max_allotted_blocks:
-            self._foresight.begin_step()
         self._num_silent_steps += 1
 
     def extend(
