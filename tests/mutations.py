@@ -230,6 +230,31 @@ MUTATIONS = (
         "together_publishes_stale_text", "together.py", "if end <= start or sequence.is_stale:", "if end <= start:"
     ),
     Mutation("together_publishes_twice", "together.py", "        sequence.offered[0] = end\n", ""),
+    Mutation(
+        "a_second_session_leaves_the_allotment",
+        "pool.py",
+        "        for owner in self.tenures.sessions.values():\n            self.allotments.set_aside(owner)\n",
+        "",
+    ),
+    Mutation(
+        "what_a_dead_session_drew_is_not_quarantined",
+        "tenure.py",
+        "        store.quarantine.enter(owner.set_aside)\n",
+        "",
+    ),
+    Mutation("drawn_blocks_are_not_counted", "allotment.py", "num_allotted and num_blocks != num_drawn", "False"),
+    Mutation(
+        "undrawn_blocks_of_a_former_client_at_once",
+        "allotment.py",
+        "turn.let_go(rest, fence_own=True)",
+        "turn.let_go(rest)",
+    ),
+    Mutation(
+        "allotted_blocks_outlast_the_next_step",
+        "allotment.py",
+        "        owner.allotted = []\n        if self",
+        "        if self",
+    ),
 )
 
 TESTS = """
@@ -245,7 +270,7 @@ for run in range(3):
         pair.drain()
     if run == 0:
         import pytest
-        NAMES = "field_reports free_list lookups prefix_index quarantine refusals sessions_share_a_pool"
+        NAMES = "allotment field_reports free_list lookups prefix_index quarantine refusals sessions_share_a_pool"
         QUICK = [f"tests/pool/test_{name}.py" for name in NAMES.split()]
         if pytest.main(["-q", "-x", "-p", "no:cacheprovider", *QUICK]):
             sys.exit(1)

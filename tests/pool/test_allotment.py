@@ -260,3 +260,14 @@ def test_the_front_is_what_a_take_returns_where_some_had_to_walk_past_blocks() -
     free.take_if(1, lambda block: fence if block < 2 else None, lambda _: True)
     assert free.front(3) == [0, 1, 3]
     assert free.take(3)[0] == [0, 1, 3]
+
+
+def test_an_allotment_ends_with_a_step_that_asks_for_none() -> None:
+    pool, ann, allotted = begun()
+    assert allotted and pool.num_allotted_blocks == len(allotted)
+    assert ann.say(max_allotted_blocks=0).allotted_blocks == []
+    assert not pool.num_allotted_blocks
+    extend = rows((1, 8))
+    assert ann.say(extend=extend, max_allotted_blocks=0).extend_blocks == allotted[:1]
+    with pytest.raises(DrawsDiffer):
+        ann.drew(1, 12, 1)
