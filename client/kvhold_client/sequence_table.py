@@ -39,6 +39,8 @@ from kvhold_client.step import Ahead, StepBuilder
 from kvhold_client.step_outcome import ExtendAsk, StepOutcome
 from kvhold_client.step_reply import StepReply
 
+MAX_UNTOLD_ITEMS, MAX_UNTOLD_STEPS = 256, 8  # of what was drawn, before the daemon hears of it
+
 # Problems that an item's status says already, and that a caller can live with.
 _EXPECTED = frozenset({"NEVER_FITS", "UNKNOWN_SEQUENCE", "HASHES_MISSING"})
 
@@ -205,7 +207,7 @@ class SequenceTable:
             self._land()
         if self._admitting:
             self._refuse_again(token_budget)
-        urgent = self._extending or self._admitting
+        urgent = self._extending or self._admitting or self._has_much_to_tell()
         overdue = force or self._num_silent_steps > self._max_silent_steps
         if not urgent and not (overdue and self._has_news()) and not (force and self._foresight.num_left):
             return None
@@ -286,6 +288,11 @@ class SequenceTable:
         self._is_flying = False
         with self._guard:
             self._landed = self.apply(self._ahead.collect())
+
+    def _has_much_to_tell(self) -> bool:
+        """So much was drawn that telling it all at once would be a long step, for this scheduler and its neighbours."""
+        num_items = len(self._builder.drawn_items.rows)
+        return num_items >= MAX_UNTOLD_ITEMS or (num_items > 0 and self._num_silent_steps > MAX_UNTOLD_STEPS)
 
     def _has_news(self) -> bool:
         """Frees that wait, or a completed step that the daemon still counts as running."""
