@@ -67,12 +67,17 @@ An admission cannot be answered without asking, and each block of its prompt cos
 look-up, for a block that is not hit also an eviction (out of the index, into the list of what was evicted lately) and
 a publication, and an id to send back. These are dictionary operations on entries that nobody has touched for a while,
 some 0.1 µs each in a loop and two to three times that in practice: about a millisecond for a prompt of 500 new
-blocks, beside the transport and the client's share. The incumbent does the same work in the scheduler's process, with
-warm caches, and is slower only by the factor that remains. Tried and not kept: telling the daemon of finished
-sequences at once, without waiting (a further message costs more than it hides when steps follow each other without a
-gap), larger frames and read chunks of gRPC (no difference beyond the noise), uvloop (the same). What would be needed
-is a native core for index, free list and tables behind the pool's interface; while the device computes, the best path
-hides the rest.
+blocks, beside the transport and the client's share. The incumbent does its work in the scheduler's process, with warm
+caches.
+
+The best path hides all of that while the device computes, but for two kinds of steps, which are its p99: requests
+that arrive in the last 2 ms before a step, and were not asked for in time, and steps that preempt, which ask again
+after the refusal. These wait for a whole admission, as the blocking way does.
+
+Tried and not kept: telling the daemon of finished sequences at once, without waiting (a further message costs more
+than it hides when steps follow each other without a gap), larger frames and read chunks of gRPC (no difference beyond
+the noise), uvloop (the same). What would be needed is a native core for index, free list and tables behind the pool's
+interface.
 
 ### Fairness
 
