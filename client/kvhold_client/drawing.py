@@ -6,6 +6,8 @@ B needs 33              A: [3 7]  B: [5 9 4]     drawn items: A 17, B 33; 3 bloc
 next request            drawn A 17, B 33; then what is freed, extended, admitted
 """
 
+from typing import Any
+
 from kvhold_client.foresight import Foresight
 from kvhold_client.mirror import Mirror
 from kvhold_client.sequence import Sequence, SequenceState
@@ -46,7 +48,7 @@ class Drawing:
             missing = mirror.missing_blocks(sequence, slots)
             need = sum(missing)
         if known.refused_extends or (need > foresight.num_available and not mirror.forgets):
-            known.refused_extends.append(_ask(sequence, slots, processed, publish))
+            known.refused_extends.append(extend_ask(sequence, slots, processed, publish, {}))
             return True
         if need > foresight.num_left:
             foresight.num_missing = need
@@ -84,7 +86,8 @@ class Drawing:
         self._drawing.clear()
 
 
-def _ask(sequence: Sequence, slots: int, processed: int, publish: int) -> ExtendAsk:
+def extend_ask(sequence: Sequence, slots: int, processed: int, publish: int, options: dict[str, Any]) -> ExtendAsk:
+    """An extend that was refused, or not tried."""
     return ExtendAsk(
-        sequence=sequence, slots_needed=slots, processed_tokens=processed, publish_tokens=publish, options={}
+        sequence=sequence, slots_needed=slots, processed_tokens=processed, publish_tokens=publish, options=options
     )

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvhold.v1 import block_pb2 as pb
-from kvhold_client.drawing import Drawing
+from kvhold_client.drawing import Drawing, extend_ask
 from kvhold_client.errors import InvalidRequest
 from kvhold_client.foresight import MAX_ALLOTTED_BLOCKS, AdmitAsk
 from kvhold_client.mirror import Mirror
@@ -36,7 +36,7 @@ from kvhold_client.results import ItemStatus
 from kvhold_client.sequence import HeldSequence, Sequence, SequenceState
 from kvhold_client.shape import PoolShape
 from kvhold_client.step import Ahead, StepBuilder
-from kvhold_client.step_outcome import ExtendAsk, StepOutcome
+from kvhold_client.step_outcome import StepOutcome
 from kvhold_client.step_reply import StepReply
 
 MAX_UNTOLD_ITEMS, MAX_UNTOLD_STEPS = 256, 8  # of what was drawn, before the daemon hears of it
@@ -121,15 +121,7 @@ class SequenceTable:
             self._land()
         refused = self._known.refused_extends
         if self._foresight.is_open and options and refused:  # as the daemon, which tries nothing behind a refusal
-            refused.append(
-                ExtendAsk(
-                    sequence=sequence,
-                    slots_needed=slots_needed,
-                    processed_tokens=processed_tokens,
-                    publish_tokens=publish_tokens,
-                    options=options,
-                )
-            )
+            refused.append(extend_ask(sequence, slots_needed, processed_tokens, publish_tokens, options))
             return
         if self._foresight.is_open and not (options or self._extending):
             with self._guard:
